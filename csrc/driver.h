@@ -1,0 +1,136 @@
+/* driver.h: the table of CUDA driver functions, and the bracket that every use of it stands in.
+ *
+ * The one global of the extension: libcuda.so.1 (or $ZCX_LIBCUDA) is opened at first use and its symbols are read once,
+ * through cuGetProcAddress with the version pinned below, so that a newer signature is never returned.
+ * Only driver.c calls dlopen and dlsym. Does not: know pools, gates or tensors. Never: cudart. */
+#ifndef ZCX_DRIVER_H
+#define ZCX_DRIVER_H
+
+#include "cuda_abi.h"
+#include "err.h"
+
+/* X(name without "cu", version that brought this signature, required, result type's arguments)
+ * required 1: without it there is no GPU path at all; 0: the caller looks for NULL and takes the documented fallback. */
+#define ZCX_DRIVER_SYMBOLS(X)                                                                              \
+    X(Init, 2000, 1, (unsigned))                                                                           \
+    X(DriverGetVersion, 2020, 1, (int *))                                                                  \
+    X(GetErrorName, 6000, 1, (zcu_result, const char **))                                                  \
+    X(GetErrorString, 6000, 1, (zcu_result, const char **))                                                \
+    X(DeviceGetCount, 2000, 1, (int *))                                                                    \
+    X(DeviceGet, 2000, 1, (zcu_device *, int))                                                             \
+    X(DeviceGetName, 2000, 1, (char *, int, zcu_device))                                                   \
+    X(DeviceGetUuid, 11040, 1, (zcu_uuid *, zcu_device))                                                   \
+    X(DeviceGetAttribute, 2000, 1, (int *, int, zcu_device))                                               \
+    X(DeviceTotalMem, 3020, 1, (size_t *, zcu_device))                                                     \
+    X(DeviceCanAccessPeer, 4000, 1, (int *, zcu_device, zcu_device))                                       \
+    X(DevicePrimaryCtxRetain, 7000, 1, (zcu_ctx *, zcu_device))                                            \
+    X(DevicePrimaryCtxRelease, 11000, 1, (zcu_device))                                                     \
+    X(DevicePrimaryCtxGetState, 7000, 1, (zcu_device, unsigned *, int *))                                  \
+    X(CtxGetCurrent, 4000, 1, (zcu_ctx *))                                                                 \
+    X(CtxPushCurrent, 4000, 1, (zcu_ctx))                                                                  \
+    X(CtxPopCurrent, 4000, 1, (zcu_ctx *))                                                                 \
+    X(CtxSynchronize, 2000, 1, (void))                                                                     \
+    X(CtxRecordEvent, 12050, 0, (zcu_ctx, zcu_event))                                                      \
+    X(MemGetInfo, 3020, 1, (size_t *, size_t *))                                                           \
+    X(PointerGetAttributes, 7000, 1, (unsigned, int *, void **, zcu_ptr))                                  \
+    X(StreamCreate, 2000, 1, (zcu_stream *, unsigned))                                                     \
+    X(StreamDestroy, 4000, 1, (zcu_stream))                                                                \
+    X(StreamQuery, 2000, 1, (zcu_stream))                                                                  \
+    X(StreamSynchronize, 2000, 1, (zcu_stream))                                                            \
+    X(StreamWaitEvent, 3020, 1, (zcu_stream, zcu_event, unsigned))                                         \
+    X(StreamIsCapturing, 10000, 1, (zcu_stream, int *))                                                    \
+    X(ThreadExchangeStreamCaptureMode, 10010, 1, (int *))                                                  \
+    X(StreamWriteValue64, 11070, 0, (zcu_stream, zcu_ptr, uint64_t, unsigned))                             \
+    X(StreamWaitValue64, 11070, 0, (zcu_stream, zcu_ptr, uint64_t, unsigned))                              \
+    X(EventCreate, 2000, 1, (zcu_event *, unsigned))                                                       \
+    X(EventDestroy, 4000, 1, (zcu_event))                                                                  \
+    X(EventRecord, 2000, 1, (zcu_event, zcu_stream))                                                       \
+    X(EventQuery, 2000, 1, (zcu_event))                                                                    \
+    X(IpcGetEventHandle, 4010, 0, (zcu_ipc_event *, zcu_event))                                            \
+    X(IpcOpenEventHandle, 4010, 0, (zcu_event *, zcu_ipc_event))                                           \
+    X(MemHostRegister, 6050, 1, (void *, size_t, unsigned))                                                \
+    X(MemHostUnregister, 4000, 1, (void *))                                                                \
+    X(MemHostGetDevicePointer, 3020, 1, (zcu_ptr *, void *, unsigned))                                     \
+    X(DeviceSetMemPool, 11020, 1, (zcu_device, zcu_pool))                                                  \
+    X(DeviceGetMemPool, 11020, 1, (zcu_pool *, zcu_device))                                                \
+    X(MemPoolCreate, 11020, 1, (zcu_pool *, const zcu_pool_props *))                                       \
+    X(MemPoolDestroy, 11020, 1, (zcu_pool))                                                                \
+    X(MemPoolSetAttribute, 11020, 1, (zcu_pool, int, void *))                                              \
+    X(MemPoolGetAttribute, 11020, 1, (zcu_pool, int, void *))                                              \
+    X(MemPoolTrimTo, 11020, 1, (zcu_pool, size_t))                                                         \
+    X(MemPoolSetAccess, 11020, 1, (zcu_pool, const zcu_access_desc *, size_t))                             \
+    X(MemPoolExportToShareableHandle, 11020, 1, (void *, zcu_pool, int, unsigned long long))               \
+    X(MemPoolImportFromShareableHandle, 11020, 1, (zcu_pool *, void *, int, unsigned long long))           \
+    X(MemPoolExportPointer, 11020, 1, (zcu_pool_blob *, zcu_ptr))                                          \
+    X(MemPoolImportPointer, 11020, 1, (zcu_ptr *, zcu_pool, zcu_pool_blob *))                              \
+    X(MemAllocFromPoolAsync, 11020, 1, (zcu_ptr *, size_t, zcu_pool, zcu_stream))                          \
+    X(MemAllocAsync, 11020, 1, (zcu_ptr *, size_t, zcu_stream))                                            \
+    X(MemFreeAsync, 11020, 1, (zcu_ptr, zcu_stream))                                                       \
+    X(MemcpyHtoDAsync, 3020, 1, (zcu_ptr, const void *, size_t, zcu_stream))                               \
+    X(MemcpyDtoHAsync, 3020, 1, (void *, zcu_ptr, size_t, zcu_stream))                                     \
+    X(MemcpyDtoDAsync, 3020, 1, (zcu_ptr, zcu_ptr, size_t, zcu_stream))                                    \
+    X(MemsetD8Async, 3020, 1, (zcu_ptr, unsigned char, size_t, zcu_stream))
+
+/* Above this many devices nothing of ours is offered (the CPU path still serves). */
+#define ZCX_MAX_DEVICES 64
+
+struct zcx_driver {
+#define X(name, version, required, arguments) zcu_result (*name) arguments;
+    ZCX_DRIVER_SYMBOLS(X)
+#undef X
+    int version;      /* of the driver, as cuDriverGetVersion says: 13000 is CUDA 13.0 */
+    int count;        /* devices visible to this process when cuInit ran */
+    zcu_uuid uuid[ZCX_MAX_DEVICES];
+    char path[256];   /* what was opened */
+};
+
+/* Open once for the whole process (thread-safe, idempotent; a failure is remembered and returned again).
+ * Calls cuInit, which freezes CUDA_VISIBLE_DEVICES: never call it before the host has set that.
+ * -ZCX_E_NODRIVER: no library, a missing required symbol, no device; err->text says which. After a fork of a process that
+ * had opened it: -ZCX_E_NODRIVER too (CUDA does not survive a fork). The pointer stays valid for the process's life. */
+int zcx_driver_open(const struct zcx_driver **out, struct zcx_err *err);
+
+/* The table if it was opened already in this process, else NULL. Never touches CUDA. */
+const struct zcx_driver *zcx_driver_opened(void);
+
+/* The ordinal of the device with this UUID in this process: 0 and *ordinal; 1: not visible here. */
+int zcx_driver_find(const struct zcx_driver *d, const zcu_uuid *uuid, int *ordinal);
+
+/* "CUDA_ERROR_…" and its sentence; static strings, never NULL. */
+const char *zcx_driver_error_name(int result);
+const char *zcx_driver_error_text(int result);
+
+/* The bracket: while it is open the calling thread's capture mode is RELAXED, so that our calls do not invalidate a
+ * capture in another thread (seen on driver 580.159.04, measured by research/pool-ipc/probe_graph_capture.py), and the
+ * device's primary context is current. ordinal < 0: leave the context alone. The primary context is retained once per
+ * device for the process's life. Brackets nest; always close one that opened. */
+struct zcx_scope {
+    const struct zcx_driver *d;
+    int mode;     /* what to put back */
+    int pushed;
+};
+int zcx_scope_open(struct zcx_scope *s, int ordinal, struct zcx_err *err);
+void zcx_scope_close(struct zcx_scope *s);
+
+/* `zcx_cu(err, "cuFoo", d->Foo(...))`: 0, or -ZCX_E_CUDA recorded with the place. */
+#define zcx_cu(err, name, result) zcx_cu_at((err), __FILE__, __LINE__, (name), (result))
+int zcx_cu_at(struct zcx_err *err, const char *file, int line, const char *name, int result);
+
+/* What a pointer is. */
+struct zcx_ptr_info {
+    zcu_ptr base;           /* start of the allocation */
+    uint64_t size;          /* of the allocation */
+    uint64_t buffer_id;     /* unique per allocation for the process's life */
+    zcu_pool pool;          /* NULL: not from a pool */
+    int ordinal;            /* device, in this process's numbering */
+    int type;               /* ZCU_MEMORYTYPE_* ; 0: unknown to CUDA */
+    int legacy_ipc;         /* cuIpcGetMemHandle would work */
+    unsigned handle_types;  /* of VMM memory */
+};
+/* Needs no current context. -ZCX_E_CUDA when the pointer is unknown to the driver. */
+int zcx_driver_ptr_info(const struct zcx_driver *d, zcu_ptr p, struct zcx_ptr_info *out, struct zcx_err *err);
+
+/* 1 while `stream` is being captured, 0 if not, negative on failure. */
+int zcx_driver_capturing(const struct zcx_driver *d, int ordinal, zcu_stream stream, struct zcx_err *err);
+
+#endif

@@ -1,0 +1,50 @@
+/* check.h: what a C test program needs: CHECK, a count of descriptors, and a fork whose exit status is looked at.
+ *
+ * A test program is one file tests/c/test_*.c with a line `// sources: csrc/a.c csrc/b.c` (what it links) and optionally
+ * `// needs: simcuda` (run with ZCX_LIBCUDA pointing at the simulated driver) in its first lines. tests/cbuild.py compiles
+ * it under ASan and UBSan, tests/py/test_c.py runs it. It prints one line per case and exits 0 only if every check held. */
+#ifndef ZCX_CHECK_H
+#define ZCX_CHECK_H
+
+#include <dirent.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static int check_count;
+
+#define CHECK(condition, ...)                                                                  \
+    do {                                                                                       \
+        check_count++;                                                                         \
+        if (!(condition)) {                                                                    \
+            fprintf(stderr, "%s:%d: %s: CHECK(%s) failed", __FILE__, __LINE__, __func__, #condition); \
+            fprintf(stderr, " " __VA_ARGS__);                                                  \
+            fputc('\n', stderr);                                                               \
+            exit(1);                                                                           \
+        }                                                                                      \
+    } while (0)
+
+/* Descriptors open in this process now. */
+static inline int check_fds(void) {
+    DIR *d = opendir("/proc/self/fd");
+    int n = -1; /* the directory's own */
+    if (!d) return -1;
+    for (struct dirent *e; (e = readdir(d));)
+        if (e->d_name[0] != '.') n++;
+    closedir(d);
+    return n;
+}
+
+/* Run one case: says its name, and that it left no descriptor behind. */
+#define RUN(test)                                                              \
+    do {                                                                       \
+        int check_before = check_fds();                                        \
+        test();                                                                \
+        CHECK(check_fds() == check_before, "descriptors left by " #test);      \
+        printf("ok %s\n", #test);                                              \
+        fflush(stdout);                                                        \
+    } while (0)
+
+#endif
