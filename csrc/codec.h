@@ -47,7 +47,9 @@ int zcx_out_extension(struct zcx_out *o, const char *tag, size_t n);
 int zcx_out_view(struct zcx_out *o, const struct zcx_view *v);
 int zcx_out_again(struct zcx_out *o, uint32_t k);
 
-struct zcx_in { const unsigned char *at, *end; };
+/* `pending` starts at 0: nodes that the containers opened so far still wait for. It is never above the bytes left, so what a
+ * walker allocates by the counts of all open containers together is bounded by the message too; at 0 the tree is complete. */
+struct zcx_in { const unsigned char *at, *end; uint64_t pending; };
 struct zcx_token {
     char tag;
     int64_t i;                /* i */
@@ -56,7 +58,8 @@ struct zcx_token {
     uint32_t count;           /* l t S Z d: nodes that follow are count, or 2 × count for d; r: the index */
     struct zcx_view view;     /* v */
 };
-/* The next token. -ZCX_E_PROTOCOL: truncated, unknown tag, a count larger than what is left can hold, negative shape. */
+/* The next token; of `out` only what its tag names is set. -ZCX_E_PROTOCOL (nothing consumed): truncated, unknown tag, a count
+ * larger than what is left can hold, negative shape. */
 int zcx_in_next(struct zcx_in *in, struct zcx_token *out, struct zcx_err *err);
 
 /* Does every byte that the view can touch lie in [0, nbytes)? Overflow-safe; a view without elements always does. */

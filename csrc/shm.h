@@ -6,7 +6,9 @@
  *   result  one sparse file per worker, of which the parent hands out page-aligned ranges. A result is a range: it owns
  *           exactly its bytes, keeps the file mapped, and costs no fd. A worker maps the ranges it was given, and only them
  *   blob    a payload too large for one packet; written once, then sealed WRITE too
- * Pages of a range are allocated when it is handed out (fallocate), so that a full machine is an error and not a SIGBUS.
+ * Pages of a range are allocated when it is handed out (fallocate), so that a full machine is an error and not a SIGBUS; and
+ * because fallocate itself would wake the out-of-memory killer, what is asked for is first compared with what the machine and
+ * the control group have available (/proc/meminfo, memory.max): more than that is -ENOMEM before anything moves.
  * Does not: know CUDA, sockets, or who may free what when (the caller does). */
 #ifndef ZCX_SHM_H
 #define ZCX_SHM_H
@@ -17,7 +19,7 @@
 
 #include "err.h"
 
-#define ZCX_PAGE 4096u
+#define ZCX_PAGE 4096u /* the smallest page; the machine's own is what sizes are rounded to */
 
 struct zcx_shm;   /* one mapped memfd, reference-counted, thread-safe */
 
@@ -35,7 +37,12 @@ void zcx_shm_range_put(struct zcx_shm *s, uint64_t offset, uint64_t nbytes);
 /* Bytes in ranges handed out; bytes kept warm. Punch out the warm ones: returns bytes given back. */
 void zcx_shm_usage(struct zcx_shm *s, uint64_t *taken, uint64_t *warm);
 uint64_t zcx_shm_reclaim(struct zcx_shm *s);
-/* A read-only descriptor of the same file, for a worker that may read but never write it. Caller closes. */
+/* The worker is gone: close the descriptor and punch out the warm ranges. Ranges handed out live on, with the mapping, and are
+ * punched out when put back, so that results that outlive their worker cost no descriptor. Nothing is taken from it any more
+ * (-ZCX_E_RANGE); the caller makes sure that no zcx_shm_range_take runs meanwhile. */
+void zcx_shm_retire(struct zcx_shm *s);
+/* A read-only descriptor of the same file, for a worker that may read but never write it. Caller closes.
+ * -ZCX_E_UNFIT: retired; its results are lent as copies. */
 int zcx_shm_readonly_fd(struct zcx_shm *s, struct zcx_err *err);
 
 /* ---- worker ---- */
@@ -53,10 +60,11 @@ void zcx_shm_unmap(void *addr, uint64_t nbytes);
 int zcx_shm_edited(const void *addr, uint64_t nbytes);
 
 /* ---- both ---- */
-int zcx_shm_fd(const struct zcx_shm *s);        /* borrowed */
+int zcx_shm_fd(const struct zcx_shm *s);        /* borrowed; -1 once retired */
 uint64_t zcx_shm_size(const struct zcx_shm *s);
 unsigned char *zcx_shm_base(struct zcx_shm *s); /* the parent's whole mapping; NULL in a worker */
 struct zcx_shm *zcx_shm_ref(struct zcx_shm *s);
+unsigned zcx_shm_refs(const struct zcx_shm *s); /* now; another thread may change it, unless it is 1 and that is ours */
 void zcx_shm_unref(struct zcx_shm *s);
 
 /* A payload that did not fit into a packet: a memfd with these bytes, sealed entirely. Caller closes *fd. */

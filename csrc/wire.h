@@ -36,7 +36,7 @@ enum zcx_type {
     ZCX_REFUSED = 11,     /* parent → worker: answer to ALLOC */
     ZCX_RESULT = 12,
     ZCX_ERROR = 13,
-    ZCX_IMPORT_REFUSED = 14, /* worker → parent: the call was not run; plan this buffer on another rung */
+    ZCX_IMPORT_REFUSED = 14, /* worker → parent, body as REFUSED: the call was not run; plan this buffer on another rung */
     ZCX_RELEASE = 15,     /* worker → parent: kept buffers that are kept no more */
     ZCX_PROGRESS = 16,
     ZCX_CANCEL = 17,      /* parent → worker, on the control socket */
@@ -44,7 +44,8 @@ enum zcx_type {
     ZCX_PONG = 19,
     ZCX_BYE = 20,
     ZCX_HANDLE_DROP = 21, /* both ways: the holder of a handle dropped it; id: the handle */
-    ZCX_TYPE_END = 22,
+    ZCX_GATE_EVENT = 22,  /* parent → worker, event fallback only: a slot's interprocess event, before the slot is named */
+    ZCX_TYPE_END = 23,
 };
 
 enum { ZCX_FLAG_BODY_FD = 1 }; /* the body is in the packet's last fd, a sealed memfd */
@@ -57,7 +58,8 @@ struct zcx_header {
     uint64_t id;     /* transfer, segment or request, by type */
 };
 void zcx_header_encode(const struct zcx_header *h, unsigned char out[ZCX_HEADER_BYTES]);
-/* Checks magic, type, known flags, nfds, length. */
+/* `n`: the size of the whole packet. Checks magic, type, known flags, the number of descriptors that this type carries, and
+ * that the length is that of what follows the header (with BODY_FD: that nothing follows). */
 int zcx_header_decode(const unsigned char *bytes, size_t n, struct zcx_header *out, struct zcx_err *err);
 
 /* A string on the wire: u16 length, bytes (UTF-8, not checked here). Decoded ones point into the body, without a NUL. */
@@ -76,6 +78,7 @@ enum { ZCX_FEATURE_HOST = 1, ZCX_FEATURE_POOL = 2 };
 struct zcx_gate_page { uint32_t slots, stride; };
 struct zcx_pool_msg { uint16_t index; unsigned char uuid[16]; };
 struct zcx_pool_reply { uint16_t index, refused; struct zcx_text reason; };
+struct zcx_gate_event { uint16_t pool; uint32_t slot; unsigned char handle[64]; };
 struct zcx_segment { uint64_t size; uint16_t kind; };
 
 /* One device's gate for one call. */
@@ -151,7 +154,7 @@ int zcx_buffer_decode(const unsigned char in[ZCX_BUFFER_BYTES], struct zcx_buffe
  * encode only what stands before the tree; the sender passes the tree as a second piece. */
 #define ZCX_WIRE_BODIES(X)                                                                     \
     X(hello, struct zcx_hello) X(gate_page, struct zcx_gate_page) X(pool_msg, struct zcx_pool_msg) \
-    X(pool_reply, struct zcx_pool_reply) X(segment, struct zcx_segment) X(call_msg, struct zcx_call_msg) \
+    X(pool_reply, struct zcx_pool_reply) X(gate_event, struct zcx_gate_event) X(segment, struct zcx_segment) X(call_msg, struct zcx_call_msg) \
     X(alloc, struct zcx_alloc) X(allocated, struct zcx_allocated) X(refused, struct zcx_refused) \
     X(result_msg, struct zcx_result_msg) X(release, struct zcx_release) X(progress, struct zcx_progress)
 #define X(name, type)                                                                          \
