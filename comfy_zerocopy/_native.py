@@ -1,0 +1,97 @@
+"""Is the extension `_zcx` here, and if not, why not, in words for the person who has to mend it.
+
+The one place that imports `_zcx`. Does not: touch CUDA (importing the extension opens no driver).
+"""
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import pathlib
+import sys
+import sysconfig
+from types import ModuleType
+from typing import NamedTuple
+
+from . import __version__
+
+_FOLDER = pathlib.Path(__file__).resolve().parent
+_SYSTEMS = {"win32": "Windows", "cygwin": "Windows", "darwin": "macOS"}
+
+
+class Verdict(NamedTuple):
+    """Can this Python on this machine run workers?"""
+
+    ok: bool
+    why: str  # one sentence
+    todo: str  # what to change; empty when there is nothing to do
+
+    def __str__(self) -> str:
+        return f"{self.why} {self.todo}".strip()
+
+
+_found: tuple[Verdict, ModuleType | None] | None = None
+
+
+def _how_to_build() -> str:
+    root = _FOLDER.parent
+    if (root / "setup.py").is_file() and (root / "csrc").is_dir():
+        return f'Run: "{sys.executable}" -m pip install "{root}"'
+    return f'Reinstall it: "{sys.executable}" -m pip install --force-reinstall comfy-zerocopy'
+
+
+def _why_missing(error: ImportError) -> Verdict:
+    built = sorted(p.name for p in _FOLDER.glob("_zcx.*") if p.suffix in (".so", ".pyd"))
+    if not built:
+        return Verdict(False, "The extension of comfy_zerocopy is not built.", _how_to_build())
+    # 3.10 would take an abi3 file by its name, but ours needs what the stable ABI holds from 3.11 on.
+    fit = [s for s in importlib.machinery.EXTENSION_SUFFIXES if s != ".abi3.so" or sys.version_info >= (3, 11)]
+    if not any(name == "_zcx" + suffix for name in built for suffix in fit):
+        here = f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]}"
+        return Verdict(False, f"The extension of comfy_zerocopy ({', '.join(built)}) was built for another Python than this "
+                              f"one ({here}).", _how_to_build())
+    return Verdict(False, f"The extension of comfy_zerocopy does not load: {error}.", _how_to_build())
+
+
+def _look() -> tuple[Verdict, ModuleType | None]:
+    if sys.platform != "linux":
+        system = _SYSTEMS.get(sys.platform, sys.platform)
+        return Verdict(False, f"comfy_zerocopy is off on {system}: it shares memory between processes in ways that only Linux "
+                              "offers.", "Run ComfyUI on Linux to use workers; everything else works without it."), None
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return Verdict(False, "comfy_zerocopy does not support free-threaded Python.",
+                       "Use the regular build of the same Python version."), None
+    try:
+        module = importlib.import_module(f"{__package__}._zcx")
+    except ImportError as error:
+        return _why_missing(error), None
+    if module.__version__ != __version__:
+        return Verdict(False, f"The extension is of version {module.__version__}, the package of {__version__}.",
+                       _how_to_build()), None
+    return Verdict(True, f"The extension is loaded ({module.ABI}).", ""), module
+
+
+def _answer() -> tuple[Verdict, ModuleType | None]:
+    global _found
+    if _found is None:  # two threads may both look: they find the same, and a lock would outlive a fork
+        _found = _look()
+    return _found
+
+
+def verdict() -> Verdict:
+    """Whether workers can run here, and if not, why and what to do. Never raises."""
+    return _answer()[0]
+
+
+def zcx() -> ModuleType:
+    """The extension, or UnsupportedPlatform with the reason and what to do."""
+    found, module = _answer()
+    if module is None:
+        from .errors import UnsupportedPlatform
+
+        raise UnsupportedPlatform(str(found))
+    return module
+
+
+def require() -> None:
+    """Raise UnsupportedPlatform unless workers can run here."""
+    zcx()

@@ -1,0 +1,1 @@
+"""All that knows ComfyUI: its prestartup, its nodes. Nothing else of the package imports this."""

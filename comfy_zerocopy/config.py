@@ -1,0 +1,92 @@
+"""Settings, and where each came from: an argument, the environment, or a file in ComfyUI's user directory, in that order.
+
+    COMFY_ZEROCOPY          off | results | swap   (1 means results, 0 means off)
+    COMFY_ZEROCOPY_CONFIG   the file to read instead of comfy_zerocopy.json in ComfyUI's user directory
+    file (JSON)             {"mode": "swap", "max_result_bytes": 17179869184}
+
+Junk is never an exception: the setting that it stands in is taken as off (or as unset) and a sentence says so, once, in the
+log line of install() and in doctor. Does not: log, cache, or look at the machine.
+"""
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+ENVIRONMENT = "COMFY_ZEROCOPY"
+ENVIRONMENT_FILE = "COMFY_ZEROCOPY_CONFIG"
+FILE = "comfy_zerocopy.json"
+MODES = ("off", "results", "swap")
+_ALIASES = {"0": "off", "no": "off", "false": "off", "none": "off", "1": "results", "yes": "results", "true": "results",
+            "on": "results"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    mode: str = "off"
+    source: str = "default"  # of the mode: "argument", "environment COMFY_ZEROCOPY", "file /…", "default"
+    max_result_bytes: int | None = None  # for workers that do not set their own; None: no limit
+    problems: tuple[str, ...] = ()  # sentences about junk
+
+
+def _mode(value: Any) -> str | None:
+    """The mode that a setting means; None for junk."""
+    if isinstance(value, (bool, int)):
+        value = str(int(value))
+    if not isinstance(value, str):
+        return None
+    word = value.strip().lower()
+    word = _ALIASES.get(word, word)
+    return word if word in MODES else None
+
+
+def path() -> str | None:
+    """The configuration file that applies here, whether it exists or not. None outside ComfyUI when none is named."""
+    if named := os.environ.get(ENVIRONMENT_FILE):
+        return named
+    # Looked up, not imported: outside ComfyUI there is none, and another package may own the name.
+    folders = sys.modules.get("folder_paths")
+    try:
+        return os.path.join(folders.get_user_directory(), FILE)  # type: ignore[union-attr]
+    except Exception:
+        return None
+
+
+def _file() -> tuple[dict[str, Any], str, list[str]]:
+    where = path()
+    if where is None:
+        return {}, "", []
+    try:
+        with open(where, encoding="utf-8") as stream:
+            content = json.load(stream)
+    except FileNotFoundError:
+        return {}, where, [f"{ENVIRONMENT_FILE} names {where}, which does not exist"] if os.environ.get(ENVIRONMENT_FILE) else []
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, where, [f"{where} cannot be read as JSON: {error}"]
+    if not isinstance(content, dict):
+        return {}, where, [f'{where} must hold an object such as {{"mode": "results"}}']
+    problems = [f"{where}: unknown setting {key!r}" for key in content if key not in ("mode", "max_result_bytes")]
+    return content, where, problems
+
+
+def load(mode: Any = None) -> Settings:
+    """What is set now; `mode` is install()'s argument. Never raises."""
+    content, where, problems = _file()
+    choices = (("argument", mode), (f"environment {ENVIRONMENT}", os.environ.get(ENVIRONMENT) or None),
+               (f"file {where}", content.get("mode")))
+    chosen, source = "off", "default"
+    for name, value in choices:
+        if value is None:
+            continue
+        found = _mode(value)
+        if found is None:
+            problems.append(f"{name}: {value!r} is none of {', '.join(MODES)}; taken as off")
+        chosen, source = found or "off", name
+        break
+    limit = content.get("max_result_bytes")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
+        problems.append(f"file {where}: max_result_bytes {limit!r} is not a positive whole number; ignored")
+        limit = None
+    return Settings(chosen, source, limit, tuple(problems))
