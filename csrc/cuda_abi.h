@@ -1,7 +1,7 @@
 /* cuda_abi.h: the part of the CUDA driver's ABI that we use, in our own names, so that no toolkit is needed to build.
  *
- * Values and layouts are those of CUDA 11.2 and later; tests/c/test_cuda_abi.c compares every one of them with the real
- * cuda.h wherever one is found. The table of functions is in driver.h. Does not: declare or call anything. */
+ * Values and layouts are those of CUDA 11.2 and later; tests/c/abi_against_cuda_h.c compares every one of them with the
+ * real cuda.h wherever one is found. The table of functions is in driver.h. Does not: declare or call anything. */
 #ifndef ZCX_CUDA_ABI_H
 #define ZCX_CUDA_ABI_H
 
@@ -15,6 +15,14 @@ typedef struct zcu_ctx_s *zcu_ctx;
 typedef struct zcu_stream_s *zcu_stream; /* NULL: the legacy default stream */
 typedef struct zcu_event_s *zcu_event;
 typedef struct zcu_pool_s *zcu_pool;
+
+/* Parameters that are enums over there; named so that a test can compare whole signatures. */
+typedef int zcu_device_attribute;
+typedef int zcu_pointer_attribute;
+typedef int zcu_capture_status;
+typedef int zcu_capture_mode;
+typedef int zcu_pool_attribute;
+typedef int zcu_handle_type;
 
 enum {
     ZCU_SUCCESS = 0,

@@ -20,7 +20,7 @@
     X(DeviceGet, 2000, 1, (zcu_device *, int))                                                             \
     X(DeviceGetName, 2000, 1, (char *, int, zcu_device))                                                   \
     X(DeviceGetUuid, 11040, 1, (zcu_uuid *, zcu_device))                                                   \
-    X(DeviceGetAttribute, 2000, 1, (int *, int, zcu_device))                                               \
+    X(DeviceGetAttribute, 2000, 1, (int *, zcu_device_attribute, zcu_device))                              \
     X(DeviceTotalMem, 3020, 1, (size_t *, zcu_device))                                                     \
     X(DeviceCanAccessPeer, 4000, 1, (int *, zcu_device, zcu_device))                                       \
     X(DevicePrimaryCtxRetain, 7000, 1, (zcu_ctx *, zcu_device))                                            \
@@ -32,14 +32,14 @@
     X(CtxSynchronize, 2000, 1, (void))                                                                     \
     X(CtxRecordEvent, 12050, 0, (zcu_ctx, zcu_event))                                                      \
     X(MemGetInfo, 3020, 1, (size_t *, size_t *))                                                           \
-    X(PointerGetAttributes, 7000, 1, (unsigned, int *, void **, zcu_ptr))                                  \
+    X(PointerGetAttributes, 7000, 1, (unsigned, zcu_pointer_attribute *, void **, zcu_ptr))                \
     X(StreamCreate, 2000, 1, (zcu_stream *, unsigned))                                                     \
     X(StreamDestroy, 4000, 1, (zcu_stream))                                                                \
     X(StreamQuery, 2000, 1, (zcu_stream))                                                                  \
     X(StreamSynchronize, 2000, 1, (zcu_stream))                                                            \
     X(StreamWaitEvent, 3020, 1, (zcu_stream, zcu_event, unsigned))                                         \
-    X(StreamIsCapturing, 10000, 1, (zcu_stream, int *))                                                    \
-    X(ThreadExchangeStreamCaptureMode, 10010, 1, (int *))                                                  \
+    X(StreamIsCapturing, 10000, 1, (zcu_stream, zcu_capture_status *))                                     \
+    X(ThreadExchangeStreamCaptureMode, 10010, 1, (zcu_capture_mode *))                                     \
     X(StreamWriteValue64, 11070, 0, (zcu_stream, zcu_ptr, uint64_t, unsigned))                             \
     X(StreamWaitValue64, 11070, 0, (zcu_stream, zcu_ptr, uint64_t, unsigned))                              \
     X(EventCreate, 2000, 1, (zcu_event *, unsigned))                                                       \
@@ -55,12 +55,12 @@
     X(DeviceGetMemPool, 11020, 1, (zcu_pool *, zcu_device))                                                \
     X(MemPoolCreate, 11020, 1, (zcu_pool *, const zcu_pool_props *))                                       \
     X(MemPoolDestroy, 11020, 1, (zcu_pool))                                                                \
-    X(MemPoolSetAttribute, 11020, 1, (zcu_pool, int, void *))                                              \
-    X(MemPoolGetAttribute, 11020, 1, (zcu_pool, int, void *))                                              \
+    X(MemPoolSetAttribute, 11020, 1, (zcu_pool, zcu_pool_attribute, void *))                               \
+    X(MemPoolGetAttribute, 11020, 1, (zcu_pool, zcu_pool_attribute, void *))                               \
     X(MemPoolTrimTo, 11020, 1, (zcu_pool, size_t))                                                         \
     X(MemPoolSetAccess, 11020, 1, (zcu_pool, const zcu_access_desc *, size_t))                             \
-    X(MemPoolExportToShareableHandle, 11020, 1, (void *, zcu_pool, int, unsigned long long))               \
-    X(MemPoolImportFromShareableHandle, 11020, 1, (zcu_pool *, void *, int, unsigned long long))           \
+    X(MemPoolExportToShareableHandle, 11020, 1, (void *, zcu_pool, zcu_handle_type, unsigned long long))   \
+    X(MemPoolImportFromShareableHandle, 11020, 1, (zcu_pool *, void *, zcu_handle_type, unsigned long long)) \
     X(MemPoolExportPointer, 11020, 1, (zcu_pool_blob *, zcu_ptr))                                          \
     X(MemPoolImportPointer, 11020, 1, (zcu_ptr *, zcu_pool, zcu_pool_blob *))                              \
     X(MemAllocFromPoolAsync, 11020, 1, (zcu_ptr *, size_t, zcu_pool, zcu_stream))                          \
@@ -127,7 +127,7 @@ struct zcx_ptr_info {
     int legacy_ipc;         /* cuIpcGetMemHandle would work */
     unsigned handle_types;  /* of VMM memory */
 };
-/* Needs no current context. -ZCX_E_CUDA when the pointer is unknown to the driver. */
+/* Needs no current context. A pointer that the driver does not know is no error of its own: type 0, and all else 0. */
 int zcx_driver_ptr_info(const struct zcx_driver *d, zcu_ptr p, struct zcx_ptr_info *out, struct zcx_err *err);
 
 /* 1 while `stream` is being captured, 0 if not, negative on failure. */

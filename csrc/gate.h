@@ -33,12 +33,15 @@ int zcx_gate_register(struct zcx_gate *g, int ordinal, struct zcx_err *err);
 int zcx_gate_take(struct zcx_gate *g, uint32_t *ready, uint32_t *done);
 /* Parent: hand a slot back; it is free again once its counter has reached what was last announced for it. */
 void zcx_gate_put(struct zcx_gate *g, uint32_t slot);
-/* The next value of a slot: what the next post on it must write. Only the parent numbers posts, of both slots. */
+/* The next value of a slot: what the next post on it must write. Only the parent numbers posts, of both slots. Values grow in
+ * large steps, and a post may write more than its value, but never as much as the next one (gate.c says why). */
 uint64_t zcx_gate_next(struct zcx_gate *g, uint32_t slot);
 
-/* Post `value` on `stream`, after all work queued on it so far. */
+/* Post `value` on `stream`, after all work queued on it so far. As long as a slot is taken, its posts go on one stream: two
+ * streams would post in any order. */
 int zcx_gate_post(struct zcx_gate *g, int ordinal, uint32_t slot, uint64_t value, zcu_stream stream, struct zcx_err *err);
-/* Make `stream` wait for `value`. Worker only, on READY only: a parent's stream never waits on a worker. */
+/* Make `stream` wait for `value`. Worker only, on READY only: a parent's stream never waits on a worker (-ZCX_E_RANGE).
+ * -ZCX_E_PROTOCOL, with events only: it was not posted yet, and so cannot be waited for. */
 int zcx_gate_await(struct zcx_gate *g, int ordinal, uint32_t slot, uint64_t value, zcu_stream stream, struct zcx_err *err);
 /* Post from the CPU: for a side whose GPU work is known to be over, or that never had any. */
 void zcx_gate_post_cpu(struct zcx_gate *g, uint32_t slot, uint64_t value);
@@ -50,9 +53,11 @@ int zcx_gate_uses_events(const struct zcx_gate *g);
 int zcx_gate_event_export(struct zcx_gate *g, int ordinal, uint32_t slot, zcu_ipc_event *out, struct zcx_err *err);
 int zcx_gate_event_import(struct zcx_gate *g, int ordinal, uint32_t slot, const zcu_ipc_event *in, struct zcx_err *err);
 
-/* 1 when no post of ours is still outstanding on the page: only then may it be unregistered (a stream would write into
- * memory that CUDA no longer knows). */
+/* 1 when no post or wait of ours is still outstanding on the page: only then may it be unregistered (a stream would write into
+ * memory that CUDA no longer knows). Nothing that the peer stores in the page can make it say 1 too early. */
 int zcx_gate_idle(struct zcx_gate *g);
-void zcx_gate_free(struct zcx_gate *g); /* caller made sure that it is idle */
+/* The caller made sure that it is idle; if it is not, the page is left mapped and registered for the life of the process.
+ * In a forked child: frees memory only. */
+void zcx_gate_free(struct zcx_gate *g);
 
 #endif

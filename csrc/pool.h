@@ -65,7 +65,8 @@ int zcx_pool_usage(struct zcx_pool *p, struct zcx_pool_usage *out, struct zcx_er
 int zcx_pool_import(struct zcx_pool **out, int fd, const zcu_uuid *uuid, struct zcx_err *err);
 
 /* Import, or count one more, by buffer id. *base is the start of the allocation in this process.
- * -ZCX_E_UNFIT: the guard refuses. -ZCX_E_PROTOCOL: a known id with another size or blob. */
+ * -ZCX_E_UNFIT: the guard refuses. -ZCX_E_PROTOCOL: a known id with another size. (Another blob is none: the exporter may
+ * have had to export a live allocation again, and nothing says that the bytes come out the same.) */
 int zcx_pool_map(struct zcx_pool *p, const struct zcx_export *e, zcu_ptr *base, struct zcx_err *err);
 
 /* Count one less; at none, cuMemFreeAsync on `stream` (never cuMemFree and a synchronise: that drops the driver's cached

@@ -60,6 +60,10 @@ void zcx_shm_unmap(void *addr, uint64_t nbytes);
 int zcx_shm_edited(const void *addr, uint64_t nbytes);
 
 /* ---- both ---- */
+
+/* Bytes that this process could be given without anybody being killed for them: what the machine and each control group above
+ * us have free or reclaimable. Exact only where it is below `need`; UINT64_MAX: not known. The folders: /proc, /sys/fs/cgroup. */
+uint64_t zcx_shm_available(uint64_t need, const char *proc, const char *cgroups);
 int zcx_shm_fd(const struct zcx_shm *s);        /* borrowed; -1 once retired */
 uint64_t zcx_shm_size(const struct zcx_shm *s);
 unsigned char *zcx_shm_base(struct zcx_shm *s); /* the parent's whole mapping; NULL in a worker */

@@ -377,6 +377,26 @@ int zcx_pool_reply_decode(const unsigned char *body, size_t n, struct zcx_pool_r
     return 0;
 }
 
+long zcx_gate_event_encode(const struct zcx_gate_event *m, unsigned char *out, size_t cap, struct zcx_err *err) {
+    struct writer w = write_to(out, cap);
+    put16(&w, m->pool);
+    put32(&w, m->slot);
+    put(&w, m->handle, sizeof m->handle);
+    return written(&w, err);
+}
+
+int zcx_gate_event_decode(const unsigned char *body, size_t n, struct zcx_gate_event *out, struct zcx_err *err) {
+    struct reader r = read_from(body, n, "GATE_EVENT");
+    struct zcx_gate_event m;
+    int rc;
+    m.pool = get16(&r);
+    m.slot = get32(&r);
+    get_bytes(&r, m.handle, sizeof m.handle);
+    if ((rc = ended(&r, err))) return rc;
+    *out = m;
+    return 0;
+}
+
 long zcx_segment_encode(const struct zcx_segment *m, unsigned char *out, size_t cap, struct zcx_err *err) {
     struct writer w = write_to(out, cap);
     put64(&w, m->size);

@@ -1,0 +1,168 @@
+"""Arrays without a library: what a tensor is where neither torch nor numpy is installed, and what holds GPU memory there.
+
+`Array` describes memory, on the host or on a GPU, that something else owns, and offers it through DLPack, the array
+interface and `__cuda_array_interface__`, so that any library can look at it without a copy. `DeviceMemory` is an allocation
+from one of our pools. Does not: compute, import torch or numpy, or choose how anything crosses.
+"""
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+from ._native import zcx
+
+
+class DType(NamedTuple):
+    """An element type by name: bytes, array-interface kind (None: it has none), DLPack code (None: not in DLPack)."""
+
+    itemsize: int
+    kind: str | None
+    dlpack: int | None
+
+
+_INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6  # dlpack.h, DLDataTypeCode
+DTYPES: dict[str, DType] = {
+    "bool": DType(1, "b", _BOOL),
+    "uint8": DType(1, "u", _UINT), "uint16": DType(2, "u", _UINT), "uint32": DType(4, "u", _UINT), "uint64": DType(8, "u", _UINT),
+    "int8": DType(1, "i", _INT), "int16": DType(2, "i", _INT), "int32": DType(4, "i", _INT), "int64": DType(8, "i", _INT),
+    "float16": DType(2, "f", _FLOAT), "float32": DType(4, "f", _FLOAT), "float64": DType(8, "f", _FLOAT),
+    "bfloat16": DType(2, None, _BFLOAT),
+    "complex32": DType(4, None, _COMPLEX), "complex64": DType(8, "c", _COMPLEX), "complex128": DType(16, "c", _COMPLEX),
+    **{f"float8_{n}": DType(1, None, None) for n in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
+    "float4_e2m1fn_x2": DType(1, None, None),
+}
+
+
+def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Row-major strides in bytes."""
+    strides, step = [], itemsize
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+class DeviceMemory:
+    """`nbytes` of a GPU's memory, allocated from a `_zcx.Pool` on `stream` and freed on it when the last reference goes."""
+
+    def __init__(self, pool: Any, nbytes: int, stream: int = 0) -> None:
+        self.pool, self.nbytes, self.stream = pool, nbytes, stream
+        self.address = 0
+        self.address = pool.alloc(max(nbytes, 1), stream)
+
+    def __del__(self) -> None:
+        if getattr(self, "address", 0):
+            try:
+                self.pool.free(self.address, self.stream)
+            except Exception:  # the context may be gone at the end of the process: then the memory is too
+                pass
+
+
+class Array:
+    """A strided view of memory on the host or on a GPU.
+
+    shape: elements; strides: bytes; dtype: a name such as "float32" (the keys of DTYPES); device: None on the host, else
+    the GPU's ordinal in this process; address: of the element at index 0, 0, …; owner: what keeps the memory.
+    GPU contents are ready on the legacy default stream, as `__cuda_array_interface__` says.
+    """
+
+    def __init__(self, owner: Any, address: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None,
+                 device: int | None = None) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
+        self.owner, self.address, self.shape, self.dtype, self.device = owner, address, tuple(shape), dtype, device
+        self.itemsize = DTYPES[dtype].itemsize
+        self.strides = contiguous_strides(self.shape, self.itemsize) if strides is None else tuple(strides)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a 0-d array has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        place = "host" if self.device is None else f"cuda:{self.device}"
+        return f"<comfy_zerocopy Array {self.dtype}{list(self.shape)} on {place}>"
+
+    def is_contiguous(self) -> bool:
+        return self.size == 0 or all(s == c for s, c, n in zip(self.strides, contiguous_strides(self.shape, self.itemsize),
+                                                               self.shape) if n != 1)
+
+    def _interface(self, where: str) -> dict[str, Any]:
+        kind = DTYPES[self.dtype].kind
+        if kind is None:
+            raise AttributeError(f"{self.dtype} has no array-interface type: use DLPack, or look at the bytes as uint8")
+        return {"shape": self.shape, "typestr": f"{'|' if self.itemsize == 1 else '<'}{kind}{self.itemsize}",
+                "data": (self.address, False), "strides": self.strides, "version": 3, **({"stream": 1} if where == "cuda" else {})}
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        if self.device is not None:
+            raise AttributeError("this array is on a GPU: it has __cuda_array_interface__")
+        return self._interface("host")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.device is None:
+            raise AttributeError("this array is on the host: it has __array_interface__")
+        return self._interface("cuda")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0) if self.device is None else (2, self.device)
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        """A DLPack capsule (version 0). `stream`: the consumer's, as the protocol says; contents are ready on 1, the legacy
+        default stream, and for any other this process waits."""
+        code = DTYPES[self.dtype].dlpack
+        if code is None:
+            raise BufferError(f"{self.dtype} is not in DLPack: view the bytes as uint8")
+        if self.device is not None and stream not in (None, -1, 1):
+            zcx().synchronize(self.device, 0)
+        kind, ordinal = self.__dlpack_device__()
+        return zcx().dlpack(self, self.address, kind, ordinal, code, self.itemsize * 8, self.shape,
+                            tuple(s // self.itemsize for s in self.strides))
+
+    def view(self, dtype: str) -> Array:
+        """The same bytes as another dtype of the same size."""
+        if DTYPES[dtype].itemsize != self.itemsize:
+            raise ValueError(f"{dtype} and {self.dtype} differ in size")
+        return Array(self.owner, self.address, self.shape, dtype, self.strides, self.device)
+
+    def tobytes(self) -> bytes:
+        """A copy of a contiguous array's bytes; from a GPU it waits for the legacy default stream."""
+        if not self.is_contiguous():
+            raise ValueError("only a contiguous array can be copied as bytes")
+        out = bytearray(self.nbytes)
+        if self.nbytes:
+            self._copy("d", out)
+        return bytes(out)
+
+    def copy_from(self, data: Any) -> None:
+        """Fill a contiguous array from a bytes-like object of exactly its size; to a GPU it waits for the copy."""
+        source = memoryview(data).cast("B")
+        if source.nbytes != self.nbytes or not self.is_contiguous():
+            raise ValueError(f"{source.nbytes} bytes do not fill a contiguous array of {self.nbytes}")
+        if self.nbytes:
+            self._copy("h", bytearray(source))
+
+    def _copy(self, kind: str, local: bytearray) -> None:
+        import ctypes  # part of every CPython, and only needed here
+
+        z, here = zcx(), ctypes.addressof(ctypes.c_char.from_buffer(local))
+        to, source = (self.address, here) if kind == "h" else (here, self.address)
+        if self.device is None:
+            z.copy(to, source, self.nbytes)
+        else:
+            z.device_copy(self.device, 0, kind, to, source, self.nbytes)
+            z.synchronize(self.device, 0)

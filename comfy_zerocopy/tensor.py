@@ -1,0 +1,354 @@
+"""What torch, numpy and our own Array have in common: memory with a dtype, a shape and strides, seen and made.
+
+`look(o)` tells where an object's elements lie; `build(...)` makes a torch tensor, a numpy array or an Array over memory that
+something else owns. Bytes travel, dtypes travel by name: no library's own export is needed for bf16 or fp8.
+The only file that uses torch; it never imports it on its own account (torch is used where it is loaded already, or where a
+tensor arrives that can only be one). numpy likewise. Does not: know sessions or choose rungs.
+"""
+from __future__ import annotations
+
+import ast
+import sys
+from typing import Any, NamedTuple
+
+from ._native import zcx
+from .array import DTYPES, Array
+
+TORCH, NUMPY, ARRAY = 1, 2, 3  # _zcx.LIB_*
+CONJ, NEG = 1, 2  # _zcx.VIEW_*
+
+
+class Unfit(Exception):
+    """This object cannot cross; the text says why and what to do."""
+
+
+class Look(NamedTuple):
+    """Where an object's elements lie."""
+
+    lib: int
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes
+    flags: int
+    address: int  # of the element at index 0, 0, …
+    low: int  # first byte that the view can touch
+    high: int  # behind the last; low == high: no elements
+    device: int | None  # ordinal, None: host
+    owner: Any  # keeps the memory, even if the object is pointed elsewhere meanwhile
+
+
+def loaded(name: str) -> Any:
+    """The module if it is imported and complete, else None."""
+    module = sys.modules.get(name)
+    return module if module is not None and hasattr(module, "__version__") else None
+
+
+def need(name: str, why: str) -> Any:
+    """The module, imported if it must be; Unfit where it is not installed."""
+    try:
+        return sys.modules.get(name) or __import__(name)
+    except ImportError as error:
+        raise Unfit(f"{why} needs {name} in this environment, and it cannot be imported: {error}") from error
+
+
+def _span(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    if 0 in shape:
+        return address, address
+    low = address + sum((n - 1) * s for n, s in zip(shape, strides) if s < 0)
+    high = address + sum((n - 1) * s for n, s in zip(shape, strides) if s > 0) + itemsize
+    return low, high
+
+
+def _torch_name(dtype: Any) -> str:
+    return str(dtype)[6:]  # "torch.float32"
+
+
+def _look_torch(torch: Any, t: Any) -> Look:
+    if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+        raise Unfit(f"{type(t).__qualname__} is a subclass of torch.Tensor: pass a plain tensor (t.as_subclass(torch.Tensor)), "
+                    "or register() the type")
+    if t.layout is not torch.strided:
+        raise Unfit(f"a tensor of layout {t.layout} cannot cross: pass t.to_dense(), or its parts")
+    if t.is_quantized or t.device.type not in ("cpu", "cuda"):
+        what = "a quantized tensor" if t.is_quantized else f"a tensor on {t.device}"
+        raise Unfit(f"{what} cannot cross: pass one on the CPU or a CUDA device, of a plain dtype")
+    name = _torch_name(t.dtype)
+    if name not in DTYPES:
+        raise Unfit(f"torch.{name} cannot cross: pass t.view(torch.uint8) and the dtype beside it")
+    t = t.detach()  # its own object: `t.data = …` on the caller's drops nothing of ours
+    itemsize = t.element_size()
+    flags = (CONJ if t.is_conj() else 0) | (NEG if t.is_neg() else 0)
+    shape, strides = tuple(t.shape), tuple(s * itemsize for s in t.stride())
+    address = t.data_ptr() if t.numel() else 0
+    low, high = _span(address, shape, strides, itemsize)
+    device = None
+    if t.device.type == "cuda":
+        device = t.device.index if t.device.index is not None else torch.cuda.current_device()
+    return Look(TORCH, name, itemsize, shape, strides, flags, address, low, high, device, t)
+
+
+def _numpy_name(dtype: Any) -> str:
+    if dtype.hasobject:
+        raise Unfit("an array of Python objects cannot cross: pass a list, or an array of numbers")
+    text = repr(dtype.descr) if dtype.names is not None else dtype.str
+    if ">" in text:
+        raise Unfit("a big-endian array cannot cross: pass a.astype(a.dtype.newbyteorder('<'))")
+    if dtype.itemsize == 0:
+        raise Unfit(f"an array of {dtype}, whose elements have no bytes, cannot cross")
+    name = dtype.name
+    if name in DTYPES and dtype.names is None and dtype.str[1] in "biufc":
+        return name
+    name = "np:" + text
+    if len(name) > 255:
+        raise Unfit("a structured dtype with so many fields cannot cross: pass the fields as a dict of arrays")
+    return name
+
+
+def _look_numpy(np: Any, a: Any) -> Look:
+    if type(a) is not np.ndarray:
+        raise Unfit(f"{type(a).__qualname__} is a subclass of numpy.ndarray: pass numpy.asarray(a), or register() the type")
+    address = a.__array_interface__["data"][0]
+    low, high = _span(address, a.shape, a.strides, a.itemsize)
+    return Look(NUMPY, _numpy_name(a.dtype), a.itemsize, a.shape, a.strides, 0, address, low, high, None, a)
+
+
+def look(o: Any) -> Look | None:
+    """What the object's memory is, None if it is no tensor or array. Raises Unfit for one that cannot cross."""
+    if type(o) is Array:
+        low, high = _span(o.address, o.shape, o.strides, o.itemsize)
+        return Look(ARRAY, o.dtype, o.itemsize, o.shape, o.strides, 0, o.address, low, high, o.device, o)
+    torch = loaded("torch")
+    if torch is not None and isinstance(o, torch.Tensor):
+        return _look_torch(torch, o)
+    np = loaded("numpy")
+    if np is not None and isinstance(o, np.ndarray):
+        return _look_numpy(np, o)
+    return None
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of an element; Unfit for a name that means nothing here."""
+    if dtype in DTYPES:
+        return DTYPES[dtype].itemsize
+    if dtype.startswith("np:"):
+        return numpy_dtype(dtype).itemsize
+    raise Unfit(f"dtype {dtype!r} is not known here")
+
+
+def numpy_dtype(dtype: str) -> Any:
+    np = need("numpy", f"an array of {dtype}")
+    if not dtype.startswith("np:"):
+        if DTYPES[dtype].kind is None:
+            raise Unfit(f"numpy has no {dtype}: this tensor needs torch in this environment")
+        return np.dtype(dtype)
+    try:
+        text = dtype[3:]
+        made = np.dtype(ast.literal_eval(text) if text.startswith("[") else text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise Unfit(f"dtype {dtype!r} is not known here") from error
+    if made.hasobject or made.itemsize == 0:
+        raise Unfit(f"dtype {dtype!r} cannot cross")
+    return made
+
+
+def torch_dtype(torch: Any, dtype: str) -> Any:
+    made = getattr(torch, dtype, None) if dtype in DTYPES else None
+    if made is None:
+        raise Unfit(f"this torch ({torch.__version__}) has no {dtype}: update it, or pass the bytes as uint8")
+    return made
+
+
+class _Interface:
+    """Memory shown to numpy; numpy keeps this object, and it keeps the owner."""
+
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class Memory:
+    """`nbytes` bytes at `address`, on the host or a device, that `owner` keeps alive; every view made here shares them.
+
+    owner: a HostBuffer, an Import, a DeviceMemory, a torch tensor or a numpy array."""
+
+    def __init__(self, owner: Any, address: int, nbytes: int, device: int | None) -> None:
+        self.owner, self.address, self.nbytes, self.device = owner, address, nbytes, device
+        self._torch: Any = None
+
+    def _torch_storage(self, torch: Any) -> tuple[Any, int]:
+        """An untyped storage that covers the memory, and the address of its first byte."""
+        if isinstance(self.owner, torch.Tensor):
+            storage = self.owner.untyped_storage()
+            return storage, storage.data_ptr()
+        if self._torch is None:
+            if self.device is not None:
+                # One-dimensional uint8 is in every DLPack; dtype and strides are set on the storage afterwards.
+                capsule = zcx().dlpack(self.owner, self.address, 2, self.device, 1, 8, (self.nbytes,), (1,))
+                self._torch = torch.utils.dlpack.from_dlpack(capsule)
+            elif isinstance(self.owner, memoryview) or hasattr(self.owner, "edited") or type(self.owner).__name__ == "HostBuffer":
+                self._torch = torch.frombuffer(self.owner, dtype=torch.uint8)
+            else:
+                np = need("numpy", "a numpy array that comes back as a tensor")
+                self._torch = torch.from_numpy(np.asarray(_Interface(self.owner, self.address, self.nbytes)))
+        return self._torch.untyped_storage(), self.address
+
+    def build(self, lib: int, offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], flags: int) -> Any:
+        """A view. `offset`: bytes from the memory's first byte to the element at index 0, 0, …; strides: bytes.
+
+        Raises Unfit when the library that it needs is missing or cannot say it. Bounds are the caller's to check."""
+        itemsize = itemsize_of(dtype)
+        address = self.address + offset
+        if lib == TORCH and (self.device is None or loaded("torch")) and _has("torch"):
+            torch = need("torch", "a tensor")
+            storage, base = self._torch_storage(torch)
+            if (address - base) % itemsize or any(s % itemsize for s in strides):
+                raise Unfit("a tensor whose elements do not start at multiples of their size cannot be a torch tensor: clone it")
+            made = torch.empty(0, dtype=torch_dtype(torch, dtype), device=storage.device)
+            made.set_(storage, (address - base) // itemsize, shape, tuple(s // itemsize for s in strides))
+            if flags & CONJ:
+                made = made.conj()
+            return torch._neg_view(made) if flags & NEG else made
+        if flags:
+            raise Unfit("a conjugated or negated view needs torch in this environment: pass t.resolve_conj().resolve_neg()")
+        if self.device is None and lib != ARRAY and _has("numpy") and (dtype.startswith("np:") or DTYPES[dtype].kind is not None):
+            np = need("numpy", "an array")
+            base = self.owner if type(self.owner) is np.ndarray else None
+            flat = np.asarray(_Interface(self.owner if base is None else base, self.address, self.nbytes))
+            return np.ndarray(shape, numpy_dtype(dtype), flat, offset, strides)
+        if dtype.startswith("np:"):
+            raise Unfit(f"an array of {dtype[3:]} needs numpy in this environment")
+        return Array(self.owner, address, shape, dtype, strides, self.device)
+
+
+_present: dict[str, bool] = {}
+
+
+def _has(name: str) -> bool:
+    """Is the library installed? Does not import it (torch takes seconds)."""
+    if loaded(name):
+        return True
+    if name not in _present:
+        import importlib.util
+
+        try:
+            _present[name] = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            _present[name] = False
+    return _present[name]
+
+
+def build_empty(lib: int, dtype: str, shape: tuple[int, ...], device: int | None = None) -> Any:
+    """A tensor or array without elements: there is no memory to share."""
+    if lib == TORCH and _has("torch"):
+        torch = need("torch", "a tensor")
+        return torch.empty(shape, dtype=torch_dtype(torch, dtype), device="cpu" if device is None else f"cuda:{device}")
+    if device is None and lib != ARRAY and _has("numpy") and (dtype.startswith("np:") or DTYPES[dtype].kind is not None):
+        return need("numpy", "an array").empty(shape, numpy_dtype(dtype))
+    return Array(None, 0, shape, dtype, None, device)
+
+
+def fits(look_: Look, nbytes: int, offset: int) -> bool:
+    """Does a view at `offset` stay inside [0, nbytes)? Overflow cannot happen: Python's integers."""
+    low, high = _span(offset, look_.shape, look_.strides, look_.itemsize)
+    return 0 <= low and high <= nbytes
+
+
+def dense(l: Look) -> bool:
+    """Does the view touch every byte of its span exactly once?"""
+    count = 1
+    for n in l.shape:
+        count *= n
+    if count * l.itemsize != l.high - l.low:
+        return False
+    step = l.itemsize
+    for s, n in sorted((abs(s), n) for s, n in zip(l.strides, l.shape) if n != 1):
+        if s != step:
+            return False
+        step *= n
+    return True
+
+
+def compact(l: Look) -> Any:
+    """A contiguous copy, by the object's own library: a view that leaves gaps does not take them along."""
+    if l.lib == TORCH:
+        torch = need("torch", "a tensor")
+        return l.owner.clone(memory_format=torch.contiguous_format)
+    if l.lib == NUMPY:
+        return l.owner.copy()
+    return l.owner
+
+
+class Group(NamedTuple):
+    """Views whose bytes overlap: they travel as one buffer, and still share on the other side."""
+
+    low: int
+    high: int
+    device: int | None
+    members: list[int]  # indices into what was given
+
+
+def group(looks: list[Look]) -> list[Group]:
+    """Merge overlapping spans, per place. Linear but for one sort."""
+    order = sorted((i for i, l in enumerate(looks) if l.high > l.low),
+                   key=lambda i: (-1 if looks[i].device is None else looks[i].device, looks[i].low))
+    groups: list[Group] = []
+    for i in order:
+        l = looks[i]
+        if groups and groups[-1].device == l.device and l.low < groups[-1].high:
+            last = groups[-1]
+            groups[-1] = last._replace(high=max(last.high, l.high))
+            last.members.append(i)
+        else:
+            groups.append(Group(l.low, l.high, l.device, [i]))
+    return groups
+
+
+def dtype_name(dtype: Any) -> tuple[str, int]:
+    """The name of a dtype given as a string, a torch.dtype or anything numpy takes; and the library it belongs to (0: any)."""
+    torch, np = loaded("torch"), loaded("numpy")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return _torch_name(dtype), TORCH
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return dtype, 0
+    if dtype is float or dtype is int or dtype is bool:
+        return {float: "float32", int: "int64", bool: "bool"}[dtype], 0
+    if np is not None:
+        try:
+            return _numpy_name(np.dtype(dtype)), NUMPY
+        except TypeError:
+            pass
+    raise ValueError(f"{dtype!r} is not a dtype: pass a torch.dtype, a numpy dtype, or one of {', '.join(DTYPES)}")
+
+
+def device_index(device: Any) -> int | None:
+    """None for the host, else the ordinal: of "cpu", "cuda", "cuda:1", a torch.device, or an int."""
+    if device is None:
+        return None
+    if isinstance(device, int):
+        return device
+    kind, _, index = str(device).partition(":")
+    if kind == "cpu":
+        return None
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ValueError(f"device {device!r} is neither the CPU nor a CUDA device")
+    if index:
+        return int(index)
+    torch = loaded("torch")
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else 0
+
+
+def current_stream(ordinal: int) -> int:
+    """The handle of the stream that is current in this thread for that device; 0, the legacy default stream, without torch."""
+    torch = loaded("torch")
+    return torch.cuda.current_stream(ordinal).cuda_stream if torch is not None and torch.version.cuda else 0
+
+
+def current_streams() -> dict[int, Any]:
+    """ordinal: the calling thread's current torch stream, of every device; empty while torch has not begun with CUDA.
+
+    The values are stream objects: they keep the streams alive while a call is queued."""
+    torch = loaded("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    return {i: torch.cuda.current_stream(i) for i in range(torch.cuda.device_count())}

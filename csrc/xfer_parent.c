@@ -1,0 +1,1030 @@
+/* xfer_parent.c: the parent's end of a session. See xfer.h for the contract, docs/ownership.md for the table of states.
+ *
+ * Everything that a worker sends is checked against the state and the table before it changes either; a message that does
+ * not fit breaks the session and nothing else. */
+#include "xfer.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+/* What idle input segments may hold before the oldest is dropped. */
+#define INPUT_IDLE_BYTES (256ull << 20)
+/* A worker that does not read an answer for this long is not going to: its socket is full of our messages. */
+#define ANSWER_NS (30ll * 1000000000)
+/* DONE is looked for this long without sleeping, then with sleeps that double up to the longest. */
+#define DONE_SPIN_NS 50000
+#define DONE_SLEEP_MIN_NS 50000
+#define DONE_SLEEP_MAX_NS 1000000
+/* A packet is looked for this long without sleeping: about one hand-off. */
+#define PACKET_SPIN_NS 20000
+
+/* ---- files: the result files of all sessions ---- */
+
+struct zcx_files {
+    pthread_mutex_t lock;
+    struct zcx_shm **file;
+    size_t count, capacity;
+};
+
+struct zcx_files *zcx_files_new(void) {
+    struct zcx_files *f = calloc(1, sizeof *f);
+    if (f) pthread_mutex_init(&f->lock, NULL);
+    return f;
+}
+
+void zcx_files_free(struct zcx_files *f) {
+    if (!f) return;
+    free(f->file);
+    pthread_mutex_destroy(&f->lock);
+    free(f);
+}
+
+static void *grown(void *array, size_t count, size_t *capacity, size_t item) {
+    if (count < *capacity) return array;
+    size_t want = *capacity ? *capacity * 2 : 8;
+    void *p = realloc(array, want * item);
+    if (p) *capacity = want;
+    return p;
+}
+
+static int files_add(struct zcx_files *f, struct zcx_shm *s) {
+    pthread_mutex_lock(&f->lock);
+    void *p = grown(f->file, f->count, &f->capacity, sizeof *f->file);
+    if (p) {
+        f->file = p;
+        f->file[f->count++] = zcx_shm_ref(s);
+    }
+    pthread_mutex_unlock(&f->lock);
+    return p ? 0 : -ENOMEM;
+}
+
+/* A file whose worker is gone and of which no range is left serves nobody. */
+static void files_sweep(struct zcx_files *f) {
+    pthread_mutex_lock(&f->lock);
+    for (size_t i = 0; i < f->count;) {
+        uint64_t taken, warm;
+        zcx_shm_usage(f->file[i], &taken, &warm);
+        if (zcx_shm_refs(f->file[i]) == 1 && !taken) {
+            zcx_shm_unref(f->file[i]);
+            f->file[i] = f->file[--f->count];
+        } else {
+            i++;
+        }
+    }
+    pthread_mutex_unlock(&f->lock);
+}
+
+static struct zcx_shm *files_find(struct zcx_files *f, const unsigned char *address, uint64_t nbytes) {
+    struct zcx_shm *found = NULL;
+    pthread_mutex_lock(&f->lock);
+    for (size_t i = 0; i < f->count && !found; i++) {
+        const unsigned char *base = zcx_shm_base(f->file[i]);
+        uint64_t size = zcx_shm_size(f->file[i]);
+        if (address >= base && address < base + size && nbytes <= size - (uint64_t)(address - base)) found = zcx_shm_ref(f->file[i]);
+    }
+    pthread_mutex_unlock(&f->lock);
+    return found;
+}
+
+/* ---- ranges: a host result's bytes ---- */
+
+struct zcx_range {
+    atomic_uint refs;
+    struct zcx_shm *file;
+    uint64_t offset, nbytes;
+};
+
+struct zcx_range *zcx_range_ref(struct zcx_range *r) {
+    atomic_fetch_add(&r->refs, 1);
+    return r;
+}
+
+void zcx_range_unref(struct zcx_range *r) {
+    if (!r || atomic_fetch_sub(&r->refs, 1) != 1) return;
+    zcx_shm_range_put(r->file, r->offset, r->nbytes);
+    zcx_shm_unref(r->file);
+    free(r);
+}
+
+unsigned char *zcx_range_address(const struct zcx_range *r) { return zcx_shm_base(r->file) + r->offset; }
+uint64_t zcx_range_bytes(const struct zcx_range *r) { return r->nbytes; }
+
+/* ---- the session ---- */
+
+enum transfer_state { LENT, KEPT, QUARANTINED };
+
+struct transfer {
+    uint64_t id, seq;
+    enum transfer_state state;
+    int keeps;                  /* named as kept by RESULT or ERROR */
+    struct zcx_buffer wire;
+    zcu_ptr ptr;                /* device: the first byte lent */
+    void *owner;
+    struct segment *segment;    /* host input: counted there */
+    struct zcx_range *range;    /* host result */
+};
+
+struct segment {
+    struct segment *next;
+    struct zcx_shm *file;
+    uint64_t id;
+    enum zcx_shm_kind kind;
+    uint32_t uses;
+    int sent;
+};
+
+struct call_gate {
+    unsigned pool;
+    int ordinal;
+    uint32_t ready_slot, done_slot;
+    uint64_t ready, done;
+    zcu_stream stream;
+};
+
+struct zcx_parent {
+    struct zcx_sock sock;
+    int control;
+    pid_t creator;
+    enum zcx_session_state state;
+    struct zcx_files *files;
+    struct zcx_gate *gate;
+    struct zcx_shm *results;
+    struct { struct zcx_pool *pool; int accepted; } pools[ZCX_MAX_DEVICES];
+    unsigned npools;
+
+    uint64_t seq, next_id, next_segment;
+    uint64_t result_limit, result_bytes;
+    struct call_gate gates[ZCX_MAX_DEVICES];
+    unsigned ngates;
+    struct zcx_msg msg;             /* the last one received; freed at the next step */
+    int has_msg;
+    struct zcx_event outcome;       /* RESULT, ERROR or IMPORT_REFUSED, held back until DONE is seen */
+    unsigned char *outcome_bytes;   /* its body, copied: the socket's packet is overwritten meanwhile */
+    int64_t done_sleep, done_spin_until;
+    uint64_t wanted_request;        /* of the ALLOC that the caller is answering */
+    int released_event;
+
+    pthread_mutex_t lock;           /* over all below: statistics and reclaim come from other threads */
+    struct transfer *transfers;     /* ascending ids */
+    size_t ntransfers, ctransfers;
+    struct segment *segments;
+    void **released;
+    size_t nreleased, creleased;
+};
+
+static int broken(struct zcx_parent *p, int r) {
+    p->state = ZCX_BROKEN;
+    return r;
+}
+
+static int wrong_state(const struct zcx_parent *p, const char *what, struct zcx_err *err) {
+    if (p->creator != getpid()) return zcx_fail(err, ZCX_E_UNFIT, "this worker belongs to the process that started it, not to its fork: start another one here");
+    return zcx_fail(err, ZCX_E_RANGE, "%s is not possible in state %d of the session", what, (int)p->state);
+}
+#define REQUIRE(p, condition, what, err) \
+    if ((p)->creator != getpid() || !(condition)) return wrong_state((p), (what), (err))
+
+int zcx_parent_new(struct zcx_parent **out, struct zcx_files *files, int sock_fd, int control_fd, int pidfd, struct zcx_err *err) {
+    int r;
+    struct zcx_parent *p = calloc(1, sizeof *p);
+    if (!p) {
+        close(sock_fd);
+        close(control_fd);
+        return zcx_fail(err, ENOMEM, "no memory for a session");
+    }
+    p->control = control_fd;
+    p->creator = getpid();
+    p->files = files;
+    p->next_id = 1;
+    p->next_segment = 1;
+    r = zcx_sock_open(&p->sock, sock_fd, pidfd, err);
+    if (r) goto free_p;
+    r = zcx_gate_new(&p->gate, err);
+    if (r) goto close_sock;
+    /* Address space for twice the machine's memory: more can never be in use, and holes in it cost nothing. */
+    uint64_t space = 1ull << 30, want = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) * 2;
+    while (space < want) space *= 2;
+    r = zcx_shm_result_new(&p->results, space, err);
+    if (r) goto free_gate;
+    files_sweep(files);
+    r = files_add(files, p->results);
+    if (r) {
+        zcx_fail(err, ENOMEM, "no memory for a session");
+        goto free_results;
+    }
+    pthread_mutex_init(&p->lock, NULL);
+    *out = p;
+    return 0;
+
+free_results:
+    zcx_shm_unref(p->results);
+free_gate:
+    zcx_gate_free(p->gate);
+close_sock:
+    zcx_sock_close(&p->sock);
+free_p:
+    close(control_fd);
+    free(p);
+    return r;
+}
+
+enum zcx_session_state zcx_parent_state(const struct zcx_parent *p) { return p->state; }
+int zcx_parent_fd(const struct zcx_parent *p) { return p->sock.fd; }
+
+static int send_body(struct zcx_parent *p, enum zcx_type type, uint64_t id, const void *body, size_t n, int fd, int64_t deadline,
+                     struct zcx_err *err) {
+    struct zcx_header h = {.type = (uint16_t)type, .seq = p->seq, .id = id};
+    struct zcx_piece piece = {body, n};
+    int r = zcx_sock_send(&p->sock, h, &piece, 1, &fd, fd >= 0, deadline, err);
+    if (r == 1) r = zcx_fail(err, ZCX_E_PROTOCOL, "the worker does not read its messages");
+    return r < 0 ? broken(p, r) : r;
+}
+
+int zcx_parent_hello(struct zcx_parent *p, const char *version, const char *python, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_NEW, "hello", err);
+    unsigned char body[2 * ZCX_STRING_MAX + 64];
+    struct zcx_hello hello = {
+        .protocol_min = ZCX_PROTOCOL_MIN, .protocol_max = ZCX_PROTOCOL_MAX, .pid = (uint32_t)getpid(),
+        .features = ZCX_FEATURE_HOST | ZCX_FEATURE_POOL, .version = zcx_text_of(version), .python = zcx_text_of(python)};
+    long n = zcx_hello_encode(&hello, body, sizeof body, err);
+    if (n < 0) return (int)n;
+    int r = send_body(p, ZCX_HELLO, 0, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+    if (!r) p->state = ZCX_HELLO_SENT;
+    return r;
+}
+
+/* ---- transfers ---- */
+
+static struct transfer *find(struct zcx_parent *p, uint64_t id) {
+    size_t low = 0, high = p->ntransfers;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (p->transfers[middle].id < id) low = middle + 1;
+        else high = middle;
+    }
+    return low < p->ntransfers && p->transfers[low].id == id ? &p->transfers[low] : NULL;
+}
+
+/* Room for one more transfer, and for its owner on the released list: releasing must not be able to fail. */
+static int reserve(struct zcx_parent *p, struct zcx_err *err) {
+    pthread_mutex_lock(&p->lock);
+    void *t = grown(p->transfers, p->ntransfers, &p->ctransfers, sizeof *p->transfers);
+    if (t) p->transfers = t;
+    void *o = t ? grown(p->released, p->nreleased + p->ntransfers, &p->creleased, sizeof *p->released) : NULL;
+    if (o) p->released = o;
+    pthread_mutex_unlock(&p->lock);
+    return o ? 0 : zcx_fail(err, ENOMEM, "no memory for a transfer");
+}
+
+/* Only after reserve(). */
+static struct transfer *add(struct zcx_parent *p, struct transfer t) {
+    pthread_mutex_lock(&p->lock);
+    t.id = t.wire.id = p->next_id++;
+    t.seq = p->seq;
+    t.state = LENT;
+    p->transfers[p->ntransfers++] = t;
+    pthread_mutex_unlock(&p->lock);
+    return &p->transfers[p->ntransfers - 1];
+}
+
+static void release_locked(struct zcx_parent *p, struct transfer *t) {
+    if (t->owner) p->released[p->nreleased++] = t->owner;
+    if (t->segment) t->segment->uses--;
+    zcx_range_unref(t->range);
+    memset(t, 0, sizeof *t); /* id 0: gone at the next compaction */
+}
+
+static void compact_locked(struct zcx_parent *p) {
+    size_t n = 0;
+    for (size_t i = 0; i < p->ntransfers; i++)
+        if (p->transfers[i].id) p->transfers[n++] = p->transfers[i];
+    p->ntransfers = n;
+}
+
+void *zcx_parent_released(struct zcx_parent *p) {
+    pthread_mutex_lock(&p->lock);
+    void *owner = p->nreleased ? p->released[--p->nreleased] : NULL;
+    pthread_mutex_unlock(&p->lock);
+    return owner;
+}
+
+/* ---- pools and gates ---- */
+
+int zcx_parent_offer(struct zcx_parent *p, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err) {
+    REQUIRE(p, p->state >= ZCX_IDLE && p->state <= ZCX_CALLING, "offering a pool", err);
+    for (unsigned i = 0; i < p->npools; i++)
+        if (p->pools[i].pool == pool) {
+            *index = i;
+            *accepted = p->pools[i].accepted;
+            return 1;
+        }
+    if (p->npools == ZCX_MAX_DEVICES) return zcx_fail(err, ZCX_E_LIMIT, "more than %d devices", ZCX_MAX_DEVICES);
+    unsigned char body[64];
+    struct zcx_pool_msg m = {.index = (uint16_t)p->npools};
+    memcpy(m.uuid, zcx_pool_uuid(pool)->bytes, sizeof m.uuid);
+    long n = zcx_pool_msg_encode(&m, body, sizeof body, err);
+    if (n < 0) return (int)n;
+    int r = zcx_gate_register(p->gate, zcx_pool_ordinal(pool), err);
+    if (r) return r;
+    r = send_body(p, ZCX_POOL, 0, body, (size_t)n, zcx_pool_fd(pool), zcx_now() + ANSWER_NS, err);
+    if (r) return r;
+    p->pools[p->npools].pool = zcx_pool_ref(pool);
+    p->pools[p->npools].accepted = -1;
+    *index = p->npools++;
+    *accepted = -1;
+    return 0;
+}
+
+/* In event mode a slot's event travels once, before the first message that names the slot. */
+static int introduce_slot(struct zcx_parent *p, unsigned pool, uint32_t slot, struct zcx_err *err) {
+    struct zcx_gate_event m = {.pool = (uint16_t)pool, .slot = slot};
+    zcu_ipc_event handle;
+    unsigned char body[128];
+    int r = zcx_gate_event_export(p->gate, zcx_pool_ordinal(p->pools[pool].pool), slot, &handle, err);
+    if (r) return r;
+    memcpy(m.handle, handle.bytes, sizeof m.handle);
+    long n = zcx_gate_event_encode(&m, body, sizeof body, err);
+    if (n < 0) return (int)n;
+    return send_body(p, ZCX_GATE_EVENT, 0, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+}
+
+/* The call's gate on this device; made when the first buffer of the device is lent. */
+static int gate_of(struct zcx_parent *p, unsigned pool, zcu_stream stream, struct call_gate **out, struct zcx_err *err) {
+    for (unsigned i = 0; i < p->ngates; i++)
+        if (p->gates[i].pool == pool) {
+            *out = &p->gates[i];
+            return 0;
+        }
+    const struct zcx_driver *d;
+    int ordinal = zcx_pool_ordinal(p->pools[pool].pool);
+    int r = zcx_driver_open(&d, err);
+    if (r) return r;
+    r = zcx_driver_capturing(d, ordinal, stream, err);
+    if (r < 0) return r;
+    if (r) return zcx_fail(err, ZCX_E_UNFIT, "the calling stream is being captured into a graph: call the worker outside the capture");
+    struct call_gate g = {.pool = pool, .ordinal = ordinal, .stream = stream};
+    r = zcx_gate_take(p->gate, &g.ready_slot, &g.done_slot);
+    if (r) return zcx_fail(err, ZCX_E_LIMIT, "every gate slot still waits for work that was queued on a stream before: wait for it, then call again");
+    if (zcx_gate_uses_events(p->gate)) {
+        r = introduce_slot(p, pool, g.ready_slot, err);
+        if (!r) r = introduce_slot(p, pool, g.done_slot, err);
+        if (r) {
+            zcx_gate_put(p->gate, g.ready_slot);
+            zcx_gate_put(p->gate, g.done_slot);
+            return r;
+        }
+    }
+    g.done = zcx_gate_next(p->gate, g.done_slot);
+    p->gates[p->ngates] = g;
+    *out = &p->gates[p->ngates++];
+    return 0;
+}
+
+static int post_ready(struct zcx_parent *p, struct call_gate *g, zcu_stream stream, struct zcx_err *err) {
+    uint64_t value = zcx_gate_next(p->gate, g->ready_slot);
+    int r = zcx_gate_post(p->gate, g->ordinal, g->ready_slot, value, stream, err);
+    if (r) zcx_gate_post_cpu(p->gate, g->ready_slot, value); /* it was announced: a slot whose value never comes is lost */
+    else g->ready = value;
+    return r;
+}
+
+static struct zcx_gate_ref gate_ref(const struct call_gate *g) {
+    return (struct zcx_gate_ref){
+        .pool = (uint16_t)g->pool, .ready_slot = g->ready_slot, .done_slot = g->done_slot, .ready = g->ready, .done = g->done};
+}
+
+/* ---- lending ---- */
+
+int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *seq, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_IDLE, "a call", err);
+    p->seq++;
+    p->ngates = 0;
+    p->result_limit = max_result_bytes;
+    p->result_bytes = 0;
+    p->wanted_request = 0;
+    p->state = ZCX_PREPARING;
+    *seq = p->seq;
+    return 0;
+}
+
+static int pool_transfer(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, struct transfer *t,
+                         struct call_gate **gate, struct zcx_err *err) {
+    if (pool >= p->npools || p->pools[pool].accepted != 1) return zcx_fail(err, ZCX_E_RANGE, "pool %u was not accepted by the worker", pool);
+    struct zcx_export e;
+    int r = reserve(p, err);
+    if (r) return r;
+    r = zcx_pool_export(p->pools[pool].pool, ptr, nbytes, &e, err);
+    if (r) return r;
+    r = gate_of(p, pool, stream, gate, err);
+    if (r) return r;
+    t->ptr = ptr;
+    t->wire = (struct zcx_buffer){.rung = ZCX_RUNG_POOL, .pool = (uint16_t)pool, .nbytes = nbytes, .offset = e.offset,
+                                  .alloc_bytes = e.alloc_bytes, .key = e.buffer_id};
+    memcpy(t->wire.blob, e.blob, sizeof t->wire.blob);
+    return 0;
+}
+
+int zcx_parent_lend_pool(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, void *owner,
+                         uint64_t *id, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_PREPARING, "lending", err);
+    struct transfer t = {.owner = owner};
+    struct call_gate *g;
+    int r = pool_transfer(p, pool, ptr, nbytes, stream, &t, &g, err);
+    if (r) return r;
+    *id = add(p, t)->id;
+    return 0;
+}
+
+static int segment_new(struct zcx_parent *p, struct zcx_shm *file, enum zcx_shm_kind kind, struct segment **out, struct zcx_err *err) {
+    struct segment *s = calloc(1, sizeof *s);
+    if (!s) {
+        zcx_shm_unref(file);
+        return zcx_fail(err, ENOMEM, "no memory for a segment");
+    }
+    s->file = file;
+    s->kind = kind;
+    pthread_mutex_lock(&p->lock);
+    s->id = p->next_segment++;
+    s->next = p->segments;
+    p->segments = s;
+    pthread_mutex_unlock(&p->lock);
+    *out = s;
+    return 0;
+}
+
+/* Tell the worker of a segment before the first message that names it. */
+static int segment_send(struct zcx_parent *p, struct segment *s, struct zcx_err *err) {
+    if (s->sent) return 0;
+    unsigned char body[32];
+    struct zcx_segment m = {.size = zcx_shm_size(s->file), .kind = (uint16_t)s->kind};
+    long n = zcx_segment_encode(&m, body, sizeof body, err);
+    if (n < 0) return (int)n;
+    int fd = zcx_shm_fd(s->file), own = -1;
+    if (s->kind == ZCX_SHM_FOREIGN) {
+        own = fd = zcx_shm_readonly_fd(s->file, err);
+        if (fd < 0) return fd;
+    }
+    int r = send_body(p, ZCX_SEGMENT, s->id, body, (size_t)n, fd, zcx_now() + ANSWER_NS, err);
+    if (own >= 0) close(own);
+    if (!r) s->sent = 1;
+    return r;
+}
+
+int zcx_parent_lend_shared(struct zcx_parent *p, const void *address, uint64_t nbytes, void *owner, uint64_t *id, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_PREPARING, "lending", err);
+    struct zcx_shm *file = files_find(p->files, address, nbytes);
+    if (!file) return 1;
+    int r = reserve(p, err);
+    struct segment *s;
+    for (s = p->segments; s && !(s->kind == ZCX_SHM_FOREIGN && s->file == file); s = s->next) {}
+    if (r || s) zcx_shm_unref(file);
+    if (!r && !s) r = segment_new(p, file, ZCX_SHM_FOREIGN, &s, err);
+    if (r) return r;
+    struct transfer t = {.owner = owner, .segment = s,
+                         .wire = {.rung = ZCX_RUNG_HOST, .nbytes = nbytes, .key = s->id,
+                                  .offset = (uint64_t)((const unsigned char *)address - zcx_shm_base(s->file))}};
+    pthread_mutex_lock(&p->lock);
+    s->uses++;
+    pthread_mutex_unlock(&p->lock);
+    *id = add(p, t)->id;
+    return 0;
+}
+
+/* Small pieces share pages; a larger one starts on its own, so that its mapping holds nothing else. */
+static uint64_t placed(uint64_t at, uint64_t nbytes) {
+    uint64_t alignment = nbytes >= ZCX_PAGE ? ZCX_PAGE : 64;
+    return (at + alignment - 1) & ~(alignment - 1);
+}
+
+int zcx_parent_lend_copies(struct zcx_parent *p, struct zcx_source *sources, size_t n, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_PREPARING, "lending", err);
+    uint64_t total = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t at = placed(total, sources[i].nbytes);
+        if (__builtin_add_overflow(at, sources[i].nbytes, &total)) return zcx_fail(err, ZCX_E_RANGE, "the inputs' sizes overflow");
+    }
+    struct segment *best = NULL;
+    for (struct segment *s = p->segments; s; s = s->next)
+        if (s->kind == ZCX_SHM_INPUT && !s->uses && zcx_shm_size(s->file) >= total && (!best || zcx_shm_size(s->file) < zcx_shm_size(best->file)))
+            best = s;
+    int r;
+    if (!best) {
+        struct zcx_shm *file;
+        uint64_t size = total < (1u << 20) ? 1u << 20 : total + total / 8; /* a little more, so that the next call fits too */
+        r = zcx_shm_input_new(&file, size, err);
+        if (r && size > total) r = zcx_shm_input_new(&file, total ? total : 1, err);
+        if (r) return r;
+        r = segment_new(p, file, ZCX_SHM_INPUT, &best, err);
+        if (r) return r;
+    }
+    uint64_t at = 0;
+    for (size_t i = 0; i < n; i++) {
+        r = reserve(p, err);
+        if (r) return r;
+        at = placed(at, sources[i].nbytes);
+        memcpy(zcx_shm_base(best->file) + at, sources[i].address, sources[i].nbytes);
+        struct transfer t = {.segment = best, .wire = {.rung = ZCX_RUNG_HOST, .flags = sources[i].flags, .nbytes = sources[i].nbytes,
+                                                       .offset = at, .key = best->id}};
+        pthread_mutex_lock(&p->lock);
+        best->uses++;
+        pthread_mutex_unlock(&p->lock);
+        sources[i].id = add(p, t)->id;
+        at += sources[i].nbytes;
+    }
+    return 0;
+}
+
+/* Segments that nobody uses: foreign ones go at once when their worker has no result left, input ones above the bound. */
+static void segments_trim(struct zcx_parent *p, uint64_t idle_bound, uint64_t *freed) {
+    pthread_mutex_lock(&p->lock);
+    uint64_t idle = 0;
+    for (struct segment **at = &p->segments, *s; (s = *at);) {
+        uint64_t size = zcx_shm_size(s->file), taken = 0, warm = 0;
+        if (s->kind == ZCX_SHM_FOREIGN) zcx_shm_usage(s->file, &taken, &warm);
+        int drop = !s->uses && (s->kind == ZCX_SHM_INPUT ? idle + size > idle_bound : s->kind == ZCX_SHM_FOREIGN && !taken);
+        if (!drop) {
+            if (s->kind == ZCX_SHM_INPUT && !s->uses) idle += size;
+            at = &s->next;
+            continue;
+        }
+        *at = s->next;
+        /* Best effort and without waiting: a worker that missed it holds an fd and a file that is empty for us. */
+        struct zcx_header h = {.type = ZCX_SEGMENT_DROP, .id = s->id};
+        if (s->sent && p->state != ZCX_BROKEN) zcx_sock_send(&p->sock, h, NULL, 0, NULL, 0, 0, NULL);
+        if (s->kind == ZCX_SHM_INPUT && freed) *freed += size;
+        zcx_shm_unref(s->file);
+        free(s);
+    }
+    pthread_mutex_unlock(&p->lock);
+}
+
+int zcx_parent_send(struct zcx_parent *p, const void *tree, size_t tree_bytes, int64_t deadline, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_PREPARING, "sending", err);
+    size_t first = 0;
+    while (first < p->ntransfers && p->transfers[first].seq != p->seq) first++;
+    size_t nbuffers = p->ntransfers - first; /* ids ascend, so this call's are the last */
+    int r;
+    for (size_t i = first; i < p->ntransfers; i++)
+        if (p->transfers[i].segment) {
+            r = segment_send(p, p->transfers[i].segment, err);
+            if (r) return r;
+        }
+    size_t fixed = 8 + p->ngates * ZCX_GATE_REF_BYTES + nbuffers * ZCX_BUFFER_BYTES;
+    unsigned char *gates = malloc(2 * fixed), *head = gates + fixed;
+    if (!gates) return zcx_fail(err, ENOMEM, "no memory for the call's %zu buffers", nbuffers);
+    for (unsigned i = 0; i < p->ngates; i++) {
+        r = post_ready(p, &p->gates[i], p->gates[i].stream, err);
+        if (r) goto free_head;
+        struct zcx_gate_ref g = gate_ref(&p->gates[i]);
+        zcx_gate_ref_encode(&g, gates + i * ZCX_GATE_REF_BYTES);
+    }
+    unsigned char *buffers = gates + p->ngates * ZCX_GATE_REF_BYTES;
+    for (size_t i = 0; i < nbuffers; i++) zcx_buffer_encode(&p->transfers[first + i].wire, buffers + i * ZCX_BUFFER_BYTES);
+    struct zcx_call_msg m = {.ngates = p->ngates, .nbuffers = (uint32_t)nbuffers, .gates = gates, .buffers = buffers};
+    long n = zcx_call_msg_encode(&m, head, fixed, err);
+    if (n < 0) {
+        r = (int)n;
+        goto free_head;
+    }
+    struct zcx_header h = {.type = ZCX_CALL, .seq = p->seq};
+    struct zcx_piece pieces[2] = {{head, (size_t)n}, {tree, tree_bytes}};
+    r = zcx_sock_send(&p->sock, h, pieces, 2, NULL, 0, deadline, err);
+    if (r == 0) p->state = ZCX_CALLING;
+    else if (r == -ZCX_E_DIED) broken(p, r);
+free_head:
+    free(gates);
+    return r;
+}
+
+/* ---- receiving ---- */
+
+static int out_of_turn(struct zcx_parent *p, const struct zcx_header *h, struct zcx_err *err) {
+    return zcx_fail(err, ZCX_E_PROTOCOL, "the worker sent message type %u of call %llu in state %d of call %llu", h->type,
+                    (unsigned long long)h->seq, (int)p->state, (unsigned long long)p->seq);
+}
+
+static int refuse(struct zcx_parent *p, uint64_t request, enum zcx_refusal code, const char *reason, struct zcx_err *err) {
+    unsigned char body[ZCX_STRING_MAX + 64];
+    struct zcx_refused m = {.code = code, .reason = zcx_text_of(reason)};
+    long n = zcx_refused_encode(&m, body, sizeof body, err);
+    if (n < 0) return (int)n;
+    return send_body(p, ZCX_REFUSED, request, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+}
+
+static int send_allocated(struct zcx_parent *p, uint64_t request, const struct zcx_allocated *m, struct zcx_err *err) {
+    unsigned char body[8 + ZCX_GATE_REF_BYTES + ZCX_BUFFER_BYTES];
+    long n = zcx_allocated_encode(m, body, sizeof body, err);
+    if (n < 0) return (int)n;
+    return send_body(p, ZCX_ALLOCATED, request, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+}
+
+/* Answer a host ALLOC without troubling Python: a range of the result file. */
+static int alloc_host(struct zcx_parent *p, uint64_t request, uint64_t nbytes, struct zcx_err *err) {
+    struct zcx_err why;
+    uint64_t offset;
+    int r = reserve(p, err);
+    if (r) return r;
+    struct zcx_range *range = malloc(sizeof *range);
+    if (!range) return zcx_fail(err, ENOMEM, "no memory for a result");
+    r = zcx_shm_range_take(p->results, nbytes, &offset, &why);
+    if (r) {
+        free(range);
+        return refuse(p, request, ZCX_REFUSED_MEMORY, why.text[0] ? why.text : strerror(-r < 1000 ? -r : ENOMEM), err);
+    }
+    atomic_init(&range->refs, 1);
+    range->file = zcx_shm_ref(p->results);
+    range->offset = offset;
+    range->nbytes = nbytes;
+    struct transfer t = {.range = range, .wire = {.rung = ZCX_RUNG_HOST, .flags = ZCX_BUFFER_RESULT, .nbytes = nbytes, .offset = offset,
+                                                  .key = 0 /* the result file is segment 0 */}};
+    struct zcx_allocated m = {.buffer = add(p, t)->wire};
+    p->result_bytes += nbytes;
+    return send_allocated(p, request, &m, err);
+}
+
+/* Mark what the worker still maps. */
+static int keep(struct zcx_parent *p, const struct zcx_result_msg *m, struct zcx_err *err) {
+    for (uint32_t i = 0; i < m->nkept; i++) {
+        struct transfer *t = find(p, zcx_wire_u64(m->kept, i));
+        if (!t || t->seq != p->seq) return zcx_fail(err, ZCX_E_PROTOCOL, "the worker keeps a buffer that this call did not lend");
+        t->keeps = 1;
+    }
+    return 0;
+}
+
+static int release_ids(struct zcx_parent *p, const struct zcx_release *m, struct zcx_err *err) {
+    int r = 0;
+    pthread_mutex_lock(&p->lock);
+    for (uint32_t i = 0; i < m->count && !r; i++) {
+        uint64_t id = zcx_wire_u64(m->ids, i);
+        struct transfer *t = find(p, id);
+        if (t && t->state == KEPT) release_locked(p, t);
+        else if (t || !id || id >= p->next_id) r = -ZCX_E_PROTOCOL; /* one that is gone already: releasing is idempotent */
+    }
+    compact_locked(p);
+    pthread_mutex_unlock(&p->lock);
+    return r ? zcx_fail(err, ZCX_E_PROTOCOL, "the worker released a buffer that it does not keep") : 0;
+}
+
+/* The outcome's body moves out of the socket's packet. */
+static int hold_outcome(struct zcx_parent *p, struct zcx_event e, const struct zcx_text *text, struct zcx_err *err) {
+    size_t n = e.tree_bytes + (text ? text->length : 0);
+    free(p->outcome_bytes);
+    p->outcome_bytes = malloc(n ? n : 1);
+    if (!p->outcome_bytes) return zcx_fail(err, ENOMEM, "no memory for a result of %zu bytes", n);
+    if (e.tree_bytes) memcpy(p->outcome_bytes, e.tree, e.tree_bytes);
+    e.tree = p->outcome_bytes;
+    if (text) {
+        memcpy(p->outcome_bytes, text->bytes, text->length);
+        e.text = (struct zcx_text){(const char *)p->outcome_bytes, text->length};
+    }
+    p->outcome = e;
+    p->state = ZCX_RETURNING;
+    p->done_sleep = DONE_SLEEP_MIN_NS;
+    p->done_spin_until = zcx_now() + DONE_SPIN_NS;
+    return 1;
+}
+
+static int greet(struct zcx_parent *p, const struct zcx_hello *hello, struct zcx_err *err) {
+    if (hello->protocol_max < ZCX_PROTOCOL_MIN || hello->protocol_max > ZCX_PROTOCOL_MAX)
+        return zcx_fail(err, ZCX_E_PROTOCOL, "the worker's comfy-zerocopy %.*s speaks protocol %u, this one speaks %d to %d: install the same version in both environments",
+                        (int)hello->version.length, hello->version.bytes, hello->protocol_max, ZCX_PROTOCOL_MIN, ZCX_PROTOCOL_MAX);
+    unsigned char body[32];
+    struct zcx_gate_page page = {ZCX_GATE_SLOTS, ZCX_GATE_STRIDE};
+    struct zcx_segment results = {zcx_shm_size(p->results), ZCX_SHM_RESULT};
+    long n = zcx_gate_page_encode(&page, body, sizeof body, err);
+    int r = n < 0 ? (int)n : send_body(p, ZCX_GATE, 0, body, (size_t)n, zcx_gate_fd(p->gate), zcx_now() + ANSWER_NS, err);
+    if (r) return r;
+    n = zcx_segment_encode(&results, body, sizeof body, err);
+    return n < 0 ? (int)n : send_body(p, ZCX_SEGMENT, 0, body, (size_t)n, zcx_shm_fd(p->results), zcx_now() + ANSWER_NS, err);
+}
+
+/* One message. 0: *ev is for the caller; 1: done with, go on. */
+static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *err) {
+    const struct zcx_msg *m = &p->msg;
+    const struct zcx_header *h = &m->header;
+    size_t n = h->length;
+    int calling = p->state == ZCX_CALLING && h->seq == p->seq;
+    int r;
+    if (m->nfds) return zcx_fail(err, ZCX_E_PROTOCOL, "the worker sent descriptors; none of its messages carries any");
+    switch (h->type) {
+    case ZCX_HELLO:
+        if (p->state != ZCX_HELLO_SENT) return out_of_turn(p, h, err);
+        r = zcx_hello_decode(m->body, n, &ev->hello, err);
+        if (!r) r = greet(p, &ev->hello, err);
+        if (r) return r;
+        p->state = ZCX_STARTING;
+        return 1;
+    case ZCX_STARTED:
+        if (p->state != ZCX_STARTING) return out_of_turn(p, h, err);
+        p->state = ZCX_IDLE;
+        ev->kind = ZCX_EV_STARTED;
+        return 0;
+    case ZCX_POOL_REPLY: {
+        struct zcx_pool_reply reply;
+        r = zcx_pool_reply_decode(m->body, n, &reply, err);
+        if (r) return r;
+        if (reply.index >= p->npools || p->pools[reply.index].accepted != -1) return out_of_turn(p, h, err);
+        p->pools[reply.index].accepted = !reply.refused;
+        ev->kind = ZCX_EV_POOL;
+        ev->pool = reply.index;
+        ev->refused = reply.refused;
+        ev->text = reply.reason;
+        return 0;
+    }
+    case ZCX_ALLOC: {
+        uint64_t nbytes;
+        char why[160];
+        if (!calling) return out_of_turn(p, h, err);
+        r = zcx_alloc_decode(m->body, n, &ev->alloc, err);
+        if (!r) r = zcx_alloc_bytes(&ev->alloc, &nbytes, err);
+        if (r) return r;
+        if (nbytes > p->result_limit - p->result_bytes) {
+            snprintf(why, sizeof why, "a result of %llu bytes would bring this call to %llu, and max_result_bytes is %llu",
+                     (unsigned long long)nbytes, (unsigned long long)nbytes + (unsigned long long)p->result_bytes, (unsigned long long)p->result_limit);
+            r = refuse(p, h->id, ZCX_REFUSED_TOO_LARGE, why, err);
+            return r ? r : 1;
+        }
+        if (!ev->alloc.place) {
+            r = alloc_host(p, h->id, nbytes, err);
+            return r ? r : 1;
+        }
+        p->wanted_request = ev->request = h->id;
+        ev->kind = ZCX_EV_ALLOC;
+        return 0;
+    }
+    case ZCX_PROGRESS:
+        if (!calling && !(h->seq <= p->seq)) return out_of_turn(p, h, err);
+        r = zcx_progress_decode(m->body, n, &ev->progress, err);
+        if (r) return r;
+        if (!calling) return 1; /* a late one, of a thread that outlived its call */
+        ev->kind = ZCX_EV_PROGRESS;
+        return 0;
+    case ZCX_RESULT:
+    case ZCX_ERROR: {
+        struct zcx_result_msg result;
+        r = zcx_result_msg_decode(m->body, n, &result, err);
+        if (r) return r;
+        ev->kind = h->type == ZCX_RESULT ? ZCX_EV_RESULT : ZCX_EV_ERROR;
+        ev->code = result.code;
+        ev->tree = result.tree;
+        ev->tree_bytes = result.tree_bytes;
+        if (h->type == ZCX_ERROR && p->state == ZCX_STARTING && !h->seq) {
+            ev->kind = ZCX_EV_FAILED_START;
+            return 0;
+        }
+        if (h->type == ZCX_ERROR && result.code == ZCX_FAILED_GPU && h->seq == p->seq && p->state >= ZCX_CALLING)
+            return zcx_fail(err, ZCX_E_DIED, "its work on the GPU failed: %.*s", (int)(result.tree_bytes < 160 ? result.tree_bytes : 160), (const char *)result.tree);
+        if (!calling) return out_of_turn(p, h, err);
+        r = keep(p, &result, err);
+        return r ? r : hold_outcome(p, *ev, NULL, err);
+    }
+    case ZCX_IMPORT_REFUSED: {
+        struct zcx_refused refused;
+        if (!calling) return out_of_turn(p, h, err);
+        r = zcx_refused_decode(m->body, n, &refused, err);
+        if (r) return r;
+        struct transfer *t = find(p, h->id);
+        if (!t || t->seq != p->seq) return zcx_fail(err, ZCX_E_PROTOCOL, "the worker refused a buffer that this call did not lend");
+        ev->kind = ZCX_EV_IMPORT_REFUSED;
+        ev->transfer = h->id;
+        return hold_outcome(p, *ev, &refused.reason, err);
+    }
+    case ZCX_RELEASE: {
+        struct zcx_release release;
+        r = zcx_release_decode(m->body, n, &release, err);
+        if (!r) r = release_ids(p, &release, err);
+        if (r) return r;
+        ev->kind = ZCX_EV_RELEASED;
+        return 0;
+    }
+    case ZCX_HANDLE_DROP:
+        ev->kind = ZCX_EV_HANDLE_DROP;
+        ev->handle = h->id;
+        return 0;
+    case ZCX_PONG:
+        return 1;
+    default:
+        return out_of_turn(p, h, err);
+    }
+}
+
+/* 1: DONE was seen on every device of the call. */
+static int done_seen(struct zcx_parent *p, struct zcx_err *err) {
+    for (unsigned i = 0; i < p->ngates; i++) {
+        int r = zcx_gate_reached(p->gate, p->gates[i].ordinal, p->gates[i].done_slot, p->gates[i].done, err);
+        if (r != 1) return r;
+    }
+    return 1;
+}
+
+int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev, struct zcx_err *err) {
+    REQUIRE(p, p->state > ZCX_NEW && p->state < ZCX_BROKEN, "receiving", err);
+    for (;;) {
+        int64_t now = 0;
+        if (p->state == ZCX_RETURNING) {
+            int r = done_seen(p, err);
+            if (r < 0) return broken(p, r);
+            if (r) {
+                p->state = ZCX_RETURNED;
+                *ev = p->outcome;
+                return 0;
+            }
+            now = zcx_now();
+            if (now < p->done_spin_until) continue;
+        }
+        if (p->has_msg) zcx_msg_free(&p->msg);
+        p->has_msg = 0;
+        int r = zcx_sock_recv(&p->sock, &p->msg, err);
+        if (r < 0) return broken(p, r);
+        if (r == 0) {
+            struct zcx_event e;
+            p->has_msg = 1;
+            memset(&e, 0, sizeof e);
+            r = handle(p, &e, err);
+            if (r < 0) return broken(p, r);
+            if (r) continue;
+            *ev = e;
+            return 0;
+        }
+        int64_t until = deadline;
+        if (p->state == ZCX_RETURNING) {
+            until = now + p->done_sleep < deadline ? now + p->done_sleep : deadline;
+            if (p->done_sleep < DONE_SLEEP_MAX_NS) p->done_sleep *= 2;
+        }
+        r = zcx_sock_wait(&p->sock, until, p->state == ZCX_RETURNING ? 0 : PACKET_SPIN_NS, err);
+        if (r < 0) return broken(p, r);
+        if (r == 2) return 2;
+        if (r == 1 && until == deadline) return 1;
+    }
+}
+
+int zcx_parent_allocated(struct zcx_parent *p, uint64_t request, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream,
+                         void *owner, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_CALLING && request == p->wanted_request, "answering", err);
+    struct transfer t = {.owner = owner};
+    struct call_gate *g;
+    int r = pool_transfer(p, pool, ptr, nbytes, stream, &t, &g, err);
+    if (!r) r = post_ready(p, g, stream, err);
+    if (r) return r;
+    t.wire.flags = ZCX_BUFFER_RESULT;
+    struct zcx_allocated m = {.has_gate = 1, .gate = gate_ref(g), .buffer = add(p, t)->wire};
+    p->result_bytes += nbytes;
+    p->wanted_request = 0;
+    r = send_allocated(p, request, &m, err);
+    if (r) find(p, m.buffer.id)->owner = NULL; /* nobody was told of it: it stays the caller's */
+    return r;
+}
+
+int zcx_parent_refuse(struct zcx_parent *p, uint64_t request, enum zcx_refusal code, const char *reason, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_CALLING && request == p->wanted_request, "answering", err);
+    p->wanted_request = 0;
+    return refuse(p, request, code, reason, err);
+}
+
+/* ---- after the result ---- */
+
+int zcx_parent_lent(struct zcx_parent *p, uint64_t id, struct zcx_lent *out) {
+    struct transfer *t = find(p, id);
+    if (!t || t->seq != p->seq) return 1;
+    *out = (struct zcx_lent){.nbytes = t->wire.nbytes, .result = t->wire.flags & ZCX_BUFFER_RESULT, .device = t->wire.rung != ZCX_RUNG_HOST,
+                             .owner = t->owner, .address = t->range ? zcx_range_address(t->range) : NULL,
+                             .pool = t->wire.pool, .ptr = t->ptr};
+    return 0;
+}
+
+int zcx_parent_take(struct zcx_parent *p, uint64_t id, struct zcx_range **out) {
+    struct transfer *t = find(p, id);
+    if (!t || t->seq != p->seq || !t->range) return 1;
+    *out = zcx_range_ref(t->range);
+    return 0;
+}
+
+void zcx_parent_end(struct zcx_parent *p) {
+    if (p->creator != getpid()) return;
+    if (p->state == ZCX_IDLE || p->state < ZCX_PREPARING) return;
+    int nothing_sent = p->state == ZCX_PREPARING, returned = p->state == ZCX_RETURNED;
+    if (!nothing_sent && !returned) p->state = ZCX_BROKEN; /* a call that is given up half way: what it lent may still be written */
+    for (unsigned i = 0; i < p->ngates; i++) {
+        struct call_gate *g = &p->gates[i];
+        if (nothing_sent) zcx_gate_post_cpu(p->gate, g->done_slot, g->done); /* announced, and nobody was told to post it */
+        zcx_gate_put(p->gate, g->ready_slot);
+        zcx_gate_put(p->gate, g->done_slot);
+    }
+    p->ngates = 0;
+    pthread_mutex_lock(&p->lock);
+    for (size_t i = 0; i < p->ntransfers; i++) {
+        struct transfer *t = &p->transfers[i];
+        if (p->state == ZCX_BROKEN) t->state = QUARANTINED;
+        else if (t->seq == p->seq && t->keeps) t->state = KEPT;
+        else if (t->seq == p->seq) release_locked(p, t);
+    }
+    compact_locked(p);
+    pthread_mutex_unlock(&p->lock);
+    free(p->outcome_bytes);
+    p->outcome_bytes = NULL;
+    if (p->state != ZCX_BROKEN) p->state = ZCX_IDLE;
+    segments_trim(p, INPUT_IDLE_BYTES, NULL);
+}
+
+int zcx_parent_cancel(struct zcx_parent *p, uint64_t seq, struct zcx_err *err) {
+    unsigned char packet[ZCX_HEADER_BYTES];
+    struct zcx_header h = {.type = ZCX_CANCEL, .seq = seq};
+    if (p->creator != getpid()) return wrong_state(p, "cancelling", err);
+    zcx_header_encode(&h, packet);
+    ssize_t n;
+    while ((n = send(p->control, packet, sizeof packet, MSG_NOSIGNAL | MSG_DONTWAIT)) < 0 && errno == EINTR) {}
+    return n < 0 ? zcx_fail(err, ZCX_E_DIED, "the worker does not listen any more") : 0;
+}
+
+int zcx_parent_drop_handle(struct zcx_parent *p, uint64_t handle, struct zcx_err *err) {
+    struct zcx_header h = {.type = ZCX_HANDLE_DROP, .id = handle};
+    if (p->creator != getpid() || p->state == ZCX_BROKEN) return 0;
+    return zcx_sock_send(&p->sock, h, NULL, 0, NULL, 0, 0, err);
+}
+
+int zcx_parent_bye(struct zcx_parent *p, struct zcx_err *err) {
+    REQUIRE(p, p->state > ZCX_NEW && p->state < ZCX_BROKEN, "saying goodbye", err);
+    struct zcx_header h = {.type = ZCX_BYE};
+    int r = zcx_sock_send(&p->sock, h, NULL, 0, NULL, 0, 0, err);
+    p->state = ZCX_BROKEN; /* nothing more is said; what it keeps waits for its end */
+    return r;
+}
+
+void zcx_parent_shutdown(struct zcx_parent *p) {
+    if (p->creator == getpid()) zcx_sock_shutdown(&p->sock);
+}
+
+void zcx_parent_gone(struct zcx_parent *p) {
+    if (p->creator != getpid()) return;
+    p->state = ZCX_BROKEN;
+    for (unsigned i = 0; i < p->ngates; i++) {
+        zcx_gate_put(p->gate, p->gates[i].ready_slot);
+        zcx_gate_put(p->gate, p->gates[i].done_slot);
+    }
+    p->ngates = 0;
+    if (p->has_msg) zcx_msg_free(&p->msg);
+    p->has_msg = 0;
+    zcx_sock_close(&p->sock);
+    if (p->control >= 0) close(p->control);
+    p->control = -1;
+    pthread_mutex_lock(&p->lock);
+    for (size_t i = 0; i < p->ntransfers; i++) release_locked(p, &p->transfers[i]);
+    p->ntransfers = 0;
+    while (p->segments) {
+        struct segment *s = p->segments;
+        p->segments = s->next;
+        zcx_shm_unref(s->file);
+        free(s);
+    }
+    pthread_mutex_unlock(&p->lock);
+}
+
+int zcx_parent_idle(struct zcx_parent *p) { return p->creator != getpid() || (p->control < 0 && zcx_gate_idle(p->gate)); }
+
+void zcx_parent_free(struct zcx_parent *p) {
+    if (!p) return;
+    if (p->creator == getpid()) {
+        zcx_shm_reclaim(p->results);
+        zcx_gate_free(p->gate);
+        for (unsigned i = 0; i < p->npools; i++) zcx_pool_unref(p->pools[i].pool);
+        zcx_shm_unref(p->results);
+        files_sweep(p->files);
+        pthread_mutex_destroy(&p->lock);
+    }
+    zcx_sock_close(&p->sock);
+    if (p->control >= 0) close(p->control);
+    free(p->outcome_bytes);
+    free(p->transfers);
+    free(p->released);
+    free(p);
+}
+
+void zcx_parent_stats(struct zcx_parent *p, struct zcx_parent_stats *out) {
+    struct zcx_parent_stats s = {.calls = p->seq};
+    pthread_mutex_lock(&p->lock);
+    s.transfers = p->ntransfers;
+    for (size_t i = 0; i < p->ntransfers; i++) {
+        const struct transfer *t = &p->transfers[i];
+        s.kept += t->state == KEPT;
+        s.quarantined += t->state == QUARANTINED;
+        if (t->state != LENT) s.kept_bytes += t->wire.nbytes;
+    }
+    for (const struct segment *g = p->segments; g; g = g->next)
+        if (g->kind == ZCX_SHM_INPUT) s.input_bytes += zcx_shm_size(g->file);
+    zcx_shm_usage(p->results, &s.result_bytes_taken, &s.result_bytes_warm);
+    pthread_mutex_unlock(&p->lock);
+    *out = s;
+}
+
+uint64_t zcx_parent_reclaim(struct zcx_parent *p) {
+    if (p->creator != getpid()) return 0;
+    files_sweep(p->files);
+    return zcx_shm_reclaim(p->results);
+}

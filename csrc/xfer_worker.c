@@ -1,0 +1,693 @@
+/* xfer_worker.c: the worker's end of a session. See xfer.h for the contract.
+ *
+ * One rule decides the order of everything here: the parent may free what it lent as soon as it sees DONE (or RELEASE), so
+ * both are said only after the un-import, and the un-import waits for all work of this process's context, not for one
+ * stream: a side stream that nobody joined must not write into memory that belongs to somebody else by then. */
+#include "xfer.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define SEND_NS (30ll * 1000000000)
+/* While GPU work of the last call or release is under way its streams are looked at this often. */
+#define WATCH_NS 1000000
+#define PACKET_SPIN_NS 20000
+
+struct device {
+    struct zcx_pool *pool;
+    int ordinal;
+    zcu_stream gate_stream;      /* non-blocking: waits for the whole context, then un-imports and posts */
+    zcu_event work;              /* records the context's work */
+    /* the gate of the call under way */
+    int in_call;
+    struct zcx_gate_ref gate;
+    /* DONE of the last call, until it was seen to complete */
+    int watched;
+    /* an un-import outside a call: RELEASE goes out when it completed */
+    int releasing;
+    zcu_event released;
+};
+
+struct segment {
+    struct segment *next;
+    uint64_t id;
+    struct zcx_shm *file;
+};
+
+struct zcx_import {
+    struct zcx_import *next, **link;
+    struct zcx_worker *owner;
+    struct zcx_buffer wire;
+    uint64_t seq;
+    int ordinal;                 /* -1: host */
+    void *address;               /* host: where; device: the first byte lent, as a number */
+    enum { LIVE, DROPPED, RELEASING } state;
+};
+
+struct zcx_worker {
+    struct zcx_sock sock;
+    int kick;                    /* eventfd: something was dropped while the main thread waits */
+    struct zcx_gate *gate;
+    struct device devices[ZCX_MAX_DEVICES]; /* by the pool's index on the wire; pool NULL: refused or never offered */
+    struct segment *segments;
+    uint64_t seq;                /* of the call under way or the last one */
+    int in_call;
+    struct zcx_msg msg;
+    int has_msg;
+    pthread_mutex_t rpc;         /* one ALLOC at a time, and none across the end of a call */
+    uint64_t request;
+    pthread_mutex_t lock;        /* over the imports */
+    struct zcx_import *imports;
+};
+
+int zcx_worker_new(struct zcx_worker **out, int sock_fd, struct zcx_err *err) {
+    struct zcx_worker *w = calloc(1, sizeof *w);
+    int r;
+    if (!w) {
+        close(sock_fd);
+        return zcx_fail(err, ENOMEM, "no memory for a session");
+    }
+    r = zcx_sock_open(&w->sock, sock_fd, -1, err);
+    if (r) goto free_w;
+    w->kick = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (w->kick < 0) {
+        r = zcx_fail_errno(err, "eventfd");
+        goto close_sock;
+    }
+    pthread_mutex_init(&w->rpc, NULL);
+    pthread_mutex_init(&w->lock, NULL);
+    *out = w;
+    return 0;
+close_sock:
+    zcx_sock_close(&w->sock);
+free_w:
+    free(w);
+    return r;
+}
+
+/* The process is about to end: the driver gives back what it holds; only what others could see is closed here. */
+void zcx_worker_free(struct zcx_worker *w) {
+    if (!w) return;
+    if (w->has_msg) zcx_msg_free(&w->msg);
+    zcx_sock_close(&w->sock);
+    close(w->kick);
+    while (w->segments) {
+        struct segment *s = w->segments;
+        w->segments = s->next;
+        zcx_shm_unref(s->file);
+        free(s);
+    }
+    for (struct zcx_import *i; (i = w->imports);) {
+        w->imports = i->next;
+        if (i->ordinal < 0) zcx_shm_unmap(i->address, i->wire.nbytes);
+        free(i);
+    }
+    pthread_mutex_destroy(&w->rpc);
+    pthread_mutex_destroy(&w->lock);
+    free(w);
+}
+
+static int send_body(struct zcx_worker *w, struct zcx_header h, const void *head, size_t nhead, const void *tree, size_t ntree, struct zcx_err *err) {
+    struct zcx_piece pieces[2] = {{head, nhead}, {tree, ntree}};
+    int r = zcx_sock_send(&w->sock, h, pieces, 2, NULL, 0, zcx_now() + SEND_NS, err);
+    return r == 1 ? zcx_fail(err, ZCX_E_DIED, "the parent does not read its messages") : r;
+}
+
+int zcx_worker_hello(struct zcx_worker *w, const struct zcx_hello *parents, const char *version, const char *python, struct zcx_err *err) {
+    unsigned char body[2 * ZCX_STRING_MAX + 64];
+    uint16_t common = parents->protocol_max < ZCX_PROTOCOL_MAX ? parents->protocol_max : ZCX_PROTOCOL_MAX;
+    struct zcx_hello hello = {.protocol_min = ZCX_PROTOCOL_MIN, .protocol_max = common, .pid = (uint32_t)getpid(),
+                              .features = ZCX_FEATURE_HOST | ZCX_FEATURE_POOL, .version = zcx_text_of(version), .python = zcx_text_of(python)};
+    long n = zcx_hello_encode(&hello, body, sizeof body, err);
+    if (n < 0) return (int)n;
+    int r = send_body(w, (struct zcx_header){.type = ZCX_HELLO}, body, (size_t)n, NULL, 0, err);
+    if (!r && (common < ZCX_PROTOCOL_MIN || common < parents->protocol_min))
+        r = zcx_fail(err, ZCX_E_PROTOCOL, "the parent's comfy-zerocopy %.*s speaks protocol %u to %u, this one %d to %d", (int)parents->version.length,
+                     parents->version.bytes, parents->protocol_min, parents->protocol_max, ZCX_PROTOCOL_MIN, ZCX_PROTOCOL_MAX);
+    return r;
+}
+
+int zcx_worker_started(struct zcx_worker *w, struct zcx_err *err) {
+    return send_body(w, (struct zcx_header){.type = ZCX_STARTED}, NULL, 0, NULL, 0, err);
+}
+
+static int send_result(struct zcx_worker *w, enum zcx_type type, uint32_t code, uint64_t seq, const uint64_t *kept, uint32_t nkept,
+                       const void *tree, size_t tree_bytes, struct zcx_err *err) {
+    size_t fixed = 8 + 8 * (size_t)nkept;
+    unsigned char *head = malloc(2 * fixed);
+    if (!head) return zcx_fail(err, ENOMEM, "no memory for the result's head");
+    struct zcx_result_msg m = {.nkept = nkept, .code = code, .kept = head + fixed};
+    for (uint32_t i = 0; i < nkept; i++) zcx_wire_put_u64(head + fixed, i, kept[i]);
+    long n = zcx_result_msg_encode(&m, head, fixed, err);
+    int r = n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = (uint16_t)type, .seq = seq}, head, (size_t)n, tree, tree_bytes, err);
+    free(head);
+    return r;
+}
+
+int zcx_worker_failed_start(struct zcx_worker *w, const void *tree, size_t tree_bytes, struct zcx_err *err) {
+    return send_result(w, ZCX_ERROR, ZCX_FAILED_STARTUP, 0, NULL, 0, tree, tree_bytes, err);
+}
+
+/* ---- what the parent introduces ---- */
+
+static int take_pool(struct zcx_worker *w, struct zcx_err *err) {
+    struct zcx_pool_msg m;
+    struct zcx_err why = {0};
+    unsigned char body[ZCX_STRING_MAX + 64];
+    int r = zcx_pool_msg_decode(w->msg.body, w->msg.header.length, &m, err);
+    if (r) return r;
+    if (m.index >= ZCX_MAX_DEVICES || w->devices[m.index].pool || w->msg.nfds != 1 || !w->gate)
+        return zcx_fail(err, ZCX_E_PROTOCOL, "the parent offered pool %u out of turn", m.index);
+    struct device *d = &w->devices[m.index], new = {0};
+    zcu_uuid uuid;
+    const struct zcx_driver *driver;
+    struct zcx_scope scope;
+    memcpy(uuid.bytes, m.uuid, sizeof uuid.bytes);
+    r = zcx_driver_open(&driver, &why);
+    if (!r) r = zcx_driver_find(driver, &uuid, &new.ordinal);
+    if (r == 1) r = zcx_fail(&why, ZCX_E_UNFIT, "the worker does not see this GPU (CUDA_VISIBLE_DEVICES)");
+    if (!r) r = zcx_pool_import(&new.pool, w->msg.fds[0], &uuid, &why);
+    if (!r) r = zcx_gate_register(w->gate, new.ordinal, &why);
+    if (!r) {
+        r = zcx_scope_open(&scope, new.ordinal, &why);
+        if (!r) {
+            r = zcx_cu(&why, "cuStreamCreate", driver->StreamCreate(&new.gate_stream, ZCU_STREAM_NON_BLOCKING));
+            if (!r) r = zcx_cu(&why, "cuEventCreate", driver->EventCreate(&new.work, ZCU_EVENT_DISABLE_TIMING));
+            if (!r) r = zcx_cu(&why, "cuEventCreate", driver->EventCreate(&new.released, ZCU_EVENT_DISABLE_TIMING));
+            zcx_scope_close(&scope);
+        }
+    }
+    char reason[512];
+    if (r < 0) {
+        if (why.cuda) snprintf(reason, sizeof reason, "%s: %s %s", why.call, zcx_driver_error_name(why.cuda), why.text);
+        else snprintf(reason, sizeof reason, "%s", why.text);
+        if (new.pool) zcx_pool_unref(new.pool);
+    } else {
+        *d = new;
+    }
+    struct zcx_pool_reply reply = {.index = m.index, .refused = r < 0, .reason = zcx_text_of(r < 0 ? reason : "")};
+    long n = zcx_pool_reply_encode(&reply, body, sizeof body, err);
+    return n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = ZCX_POOL_REPLY}, body, (size_t)n, NULL, 0, err);
+}
+
+static int take_segment(struct zcx_worker *w, struct zcx_err *err) {
+    struct zcx_segment m;
+    int r = zcx_segment_decode(w->msg.body, w->msg.header.length, &m, err);
+    if (r) return r;
+    if (w->msg.nfds != 1) return zcx_fail(err, ZCX_E_PROTOCOL, "a segment came without its descriptor");
+    struct segment *s = calloc(1, sizeof *s);
+    if (!s) return zcx_fail(err, ENOMEM, "no memory for a segment");
+    s->id = w->msg.header.id;
+    r = zcx_shm_take_fd(&s->file, zcx_msg_take_fd(&w->msg, 0), (enum zcx_shm_kind)m.kind, m.size, err);
+    if (r) {
+        free(s);
+        return r;
+    }
+    s->next = w->segments;
+    w->segments = s;
+    return 0;
+}
+
+static void drop_segment(struct zcx_worker *w, uint64_t id) {
+    for (struct segment **at = &w->segments, *s; (s = *at); at = &s->next)
+        if (s->id == id) {
+            *at = s->next;
+            zcx_shm_unref(s->file);
+            free(s);
+            return;
+        }
+}
+
+static int take_event(struct zcx_worker *w, struct zcx_err *err) {
+    struct zcx_gate_event m;
+    zcu_ipc_event handle;
+    int r = zcx_gate_event_decode(w->msg.body, w->msg.header.length, &m, err);
+    if (r) return r;
+    if (m.pool >= ZCX_MAX_DEVICES || !w->devices[m.pool].pool || m.slot >= ZCX_GATE_SLOTS)
+        return zcx_fail(err, ZCX_E_PROTOCOL, "an event for slot %u of pool %u, which was not accepted", m.slot, m.pool);
+    memcpy(handle.bytes, m.handle, sizeof handle.bytes);
+    return zcx_gate_event_import(w->gate, w->devices[m.pool].ordinal, m.slot, &handle, err);
+}
+
+/* Messages that may come at any time and are dealt with here. 1: it was one of them. */
+static int introduced(struct zcx_worker *w, struct zcx_err *err) {
+    const struct zcx_header *h = &w->msg.header;
+    int r;
+    switch (h->type) {
+    case ZCX_GATE: {
+        struct zcx_gate_page page;
+        r = zcx_gate_page_decode(w->msg.body, h->length, &page, err);
+        if (r) return r;
+        if (w->gate || w->msg.nfds != 1 || page.slots != ZCX_GATE_SLOTS || page.stride != ZCX_GATE_STRIDE)
+            return zcx_fail(err, ZCX_E_PROTOCOL, "the gate's page does not fit");
+        r = zcx_gate_open(&w->gate, w->msg.fds[0], err);
+        break;
+    }
+    case ZCX_GATE_EVENT: r = take_event(w, err); break;
+    case ZCX_POOL: r = take_pool(w, err); break;
+    case ZCX_SEGMENT: r = take_segment(w, err); break;
+    case ZCX_SEGMENT_DROP: drop_segment(w, h->id); r = 0; break;
+    case ZCX_PING: r = send_body(w, (struct zcx_header){.type = ZCX_PONG}, NULL, 0, NULL, 0, err); break;
+    default: return 0;
+    }
+    return r ? r : 1;
+}
+
+static int receive(struct zcx_worker *w, struct zcx_err *err) {
+    if (w->has_msg) zcx_msg_free(&w->msg);
+    w->has_msg = 0;
+    int r = zcx_sock_recv(&w->sock, &w->msg, err);
+    if (!r) w->has_msg = 1;
+    return r;
+}
+
+/* ---- gates ---- */
+
+static int set_gate(struct zcx_worker *w, const struct zcx_gate_ref *g, struct zcx_err *err) {
+    if (g->pool >= ZCX_MAX_DEVICES || !w->devices[g->pool].pool || g->ready_slot >= ZCX_GATE_SLOTS || g->done_slot >= ZCX_GATE_SLOTS)
+        return zcx_fail(err, ZCX_E_PROTOCOL, "a gate on pool %u, which was not accepted", g->pool);
+    w->devices[g->pool].gate = *g;
+    w->devices[g->pool].in_call = 1;
+    return 0;
+}
+
+static int await_ready(struct zcx_worker *w, struct device *d, zcx_stream_of stream_of, void *arg, struct zcx_err *err) {
+    zcu_stream stream = stream_of ? stream_of(arg, d->ordinal) : NULL;
+    return zcx_gate_await(w->gate, d->ordinal, d->gate.ready_slot, d->gate.ready, stream, err);
+}
+
+int zcx_worker_begin(struct zcx_worker *w, zcx_stream_of stream_of, void *arg, struct zcx_err *err) {
+    for (unsigned i = 0; i < ZCX_MAX_DEVICES; i++)
+        if (w->devices[i].in_call) {
+            int r = await_ready(w, &w->devices[i], stream_of, arg, err);
+            if (r) return r;
+        }
+    return 0;
+}
+
+/* Let the gate stream go on only after everything that this context was given so far. */
+static int join_context(const struct zcx_driver *driver, struct device *d, struct zcx_err *err) {
+    zcu_ctx context;
+    int r = zcx_cu(err, "cuCtxGetCurrent", driver->CtxGetCurrent(&context));
+    if (r) return r;
+    /* cuCtxRecordEvent came with CUDA 12.5; before it, this process waits on the CPU: its own work only, nobody else's. */
+    if (!driver->CtxRecordEvent) return zcx_cu(err, "cuCtxSynchronize", driver->CtxSynchronize());
+    r = zcx_cu(err, "cuCtxRecordEvent", driver->CtxRecordEvent(context, d->work));
+    if (!r) r = zcx_cu(err, "cuStreamWaitEvent", driver->StreamWaitEvent(d->gate_stream, d->work, 0));
+    return r;
+}
+
+/* ---- imports ---- */
+
+int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_import **out, struct zcx_err *err) {
+    struct zcx_import *i = calloc(1, sizeof *i);
+    int r;
+    if (!i) return zcx_fail(err, ENOMEM, "no memory for an import");
+    i->owner = w;
+    i->wire = *b;
+    i->seq = w->seq;
+    i->ordinal = -1;
+    if (b->rung == ZCX_RUNG_HOST) {
+        struct segment *s;
+        for (s = w->segments; s && s->id != b->key; s = s->next) {}
+        r = s ? zcx_shm_map(s->file, b->offset, b->nbytes, &i->address, err) : zcx_fail(err, ZCX_E_PROTOCOL, "a buffer in an unknown segment");
+    } else if (b->rung == ZCX_RUNG_POOL && b->pool < ZCX_MAX_DEVICES && w->devices[b->pool].pool) {
+        struct zcx_export e = {.buffer_id = b->key, .alloc_bytes = b->alloc_bytes, .offset = b->offset};
+        zcu_ptr base;
+        memcpy(e.blob, b->blob, sizeof e.blob);
+        i->ordinal = w->devices[b->pool].ordinal;
+        r = zcx_pool_map(w->devices[b->pool].pool, &e, &base, err);
+        if (!r) i->address = (void *)(uintptr_t)(base + b->offset);
+    } else {
+        r = zcx_fail(err, ZCX_E_UNFIT, "the worker has no way to import rung %u", b->rung);
+    }
+    if (r) {
+        free(i);
+        return r;
+    }
+    pthread_mutex_lock(&w->lock);
+    i->next = w->imports;
+    i->link = &w->imports;
+    if (i->next) i->next->link = &i->next;
+    w->imports = i;
+    pthread_mutex_unlock(&w->lock);
+    *out = i;
+    return 0;
+}
+
+void zcx_import_info(const struct zcx_import *i, struct zcx_import_info *out) {
+    *out = (struct zcx_import_info){.id = i->wire.id, .nbytes = i->wire.nbytes, .seq = i->seq, .ordinal = i->ordinal, .address = i->address,
+                                    .result = i->wire.flags & ZCX_BUFFER_RESULT, .flags = i->wire.flags};
+}
+
+int zcx_import_edited(const struct zcx_import *i) {
+    return i->ordinal < 0 && !(i->wire.flags & ZCX_BUFFER_RESULT) && i->wire.nbytes ? zcx_shm_edited(i->address, i->wire.nbytes) : 0;
+}
+
+void zcx_import_drop(struct zcx_import *i) {
+    struct zcx_worker *w = i->owner;
+    uint64_t one = 1;
+    pthread_mutex_lock(&w->lock);
+    i->state = DROPPED;
+    pthread_mutex_unlock(&w->lock);
+    ssize_t n = write(w->kick, &one, sizeof one);
+    (void)n; /* full: the waiter wakes up all the same */
+}
+
+static void forget_locked(struct zcx_import *i) {
+    *i->link = i->next;
+    if (i->next) i->next->link = i->link;
+    free(i);
+}
+
+/* Un-import one. On the device this is ordered after the context's work by the gate stream. */
+static int unmap(struct zcx_worker *w, struct zcx_import *i, struct zcx_err *err) {
+    if (i->ordinal < 0) {
+        zcx_shm_unmap(i->address, i->wire.nbytes);
+        return 0;
+    }
+    struct device *d = &w->devices[i->wire.pool];
+    return zcx_pool_unmap(d->pool, i->wire.key, d->gate_stream, NULL, err);
+}
+
+uint32_t zcx_worker_alive(struct zcx_worker *w) {
+    uint32_t n = 0;
+    pthread_mutex_lock(&w->lock);
+    for (const struct zcx_import *i = w->imports; i; i = i->next) n += i->state == LIVE && i->seq == w->seq;
+    pthread_mutex_unlock(&w->lock);
+    return n;
+}
+
+/* ---- the end of a call ---- */
+
+static int done(struct zcx_worker *w, struct device *d, struct zcx_err *err) {
+    struct zcx_scope scope;
+    int r = zcx_scope_open(&scope, d->ordinal, err);
+    if (r) return r;
+    r = join_context(scope.d, d, err);
+    if (!r) {
+        pthread_mutex_lock(&w->lock);
+        for (struct zcx_import *i = w->imports, *next; i && !r; i = next) {
+            next = i->next;
+            if (i->state != DROPPED || i->seq != w->seq || i->ordinal < 0 || &w->devices[i->wire.pool] != d) continue;
+            r = unmap(w, i, err);
+            if (!r) forget_locked(i);
+        }
+        pthread_mutex_unlock(&w->lock);
+    }
+    if (!r) r = zcx_gate_post(w->gate, d->ordinal, d->gate.done_slot, d->gate.done, d->gate_stream, err);
+    zcx_scope_close(&scope);
+    d->in_call = 0;
+    d->watched = !r;
+    return r;
+}
+
+int zcx_worker_finish(struct zcx_worker *w, enum zcx_type type, uint32_t code, uint64_t transfer, const void *tree, size_t tree_bytes,
+                      struct zcx_err *err) {
+    int r = 0;
+    uint64_t *kept = NULL;
+    uint32_t nkept = 0;
+    pthread_mutex_lock(&w->rpc);
+    for (unsigned i = 0; i < ZCX_MAX_DEVICES && !r; i++)
+        if (w->devices[i].in_call) r = done(w, &w->devices[i], err);
+    if (r) {
+        /* The context is poisoned: say so while the parent still listens, and leave. It must never see DONE from us. */
+        char why[256];
+        int n = snprintf(why, sizeof why, "%s: %s", err->call ? err->call : "?", zcx_driver_error_name(err->cuda));
+        send_result(w, ZCX_ERROR, ZCX_FAILED_GPU, w->seq, NULL, 0, why, (size_t)n, NULL);
+        goto unlock;
+    }
+    pthread_mutex_lock(&w->lock);
+    size_t live = 0;
+    for (struct zcx_import *i = w->imports, *next; i; i = next) {
+        next = i->next;
+        if (i->seq != w->seq) continue;
+        if (i->state == DROPPED && i->ordinal < 0) {
+            unmap(w, i, NULL);
+            forget_locked(i);
+        } else {
+            live++;
+        }
+    }
+    kept = malloc((live ? live : 1) * sizeof *kept);
+    for (struct zcx_import *i = w->imports; i && kept; i = i->next)
+        if (i->seq == w->seq) kept[nkept++] = i->wire.id; /* dropped this instant, on a device: RELEASE follows */
+    pthread_mutex_unlock(&w->lock);
+    w->in_call = 0;
+    if (!kept) r = zcx_fail(err, ENOMEM, "no memory for the list of kept buffers");
+    else if (type != ZCX_IMPORT_REFUSED) r = send_result(w, type, code, w->seq, kept, nkept, tree, tree_bytes, err);
+    else {
+        unsigned char body[ZCX_STRING_MAX + 64];
+        struct zcx_refused m = {.code = code, .reason = {tree, tree_bytes > ZCX_STRING_MAX ? ZCX_STRING_MAX : (uint32_t)tree_bytes}};
+        long n = zcx_refused_encode(&m, body, sizeof body, err);
+        r = n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = ZCX_IMPORT_REFUSED, .seq = w->seq, .id = transfer}, body, (size_t)n, NULL, 0, err);
+    }
+    free(kept);
+unlock:
+    pthread_mutex_unlock(&w->rpc);
+    return r;
+}
+
+/* ---- between calls ---- */
+
+static int release_message(struct zcx_worker *w, const uint64_t *ids, uint32_t n, struct zcx_err *err) {
+    size_t fixed = 8 + 8 * (size_t)n;
+    unsigned char *body = malloc(2 * fixed);
+    if (!body) return zcx_fail(err, ENOMEM, "no memory for a release");
+    struct zcx_release m = {.count = n, .ids = body + fixed};
+    for (uint32_t i = 0; i < n; i++) zcx_wire_put_u64(body + fixed, i, ids[i]);
+    long length = zcx_release_encode(&m, body, fixed, err);
+    int r = length < 0 ? (int)length : send_body(w, (struct zcx_header){.type = ZCX_RELEASE}, body, (size_t)length, NULL, 0, err);
+    free(body);
+    return r;
+}
+
+/* Un-import what was dropped outside its call, and say RELEASE for what the GPU has let go of. */
+static int sweep(struct zcx_worker *w, struct zcx_err *err) {
+    uint64_t ids[256];
+    uint32_t n = 0;
+    int r = 0, needs[ZCX_MAX_DEVICES] = {0}, complete[ZCX_MAX_DEVICES] = {0};
+    const struct zcx_driver *driver = zcx_driver_opened();
+
+    for (unsigned k = 0; k < ZCX_MAX_DEVICES; k++) {
+        struct device *d = &w->devices[k];
+        struct zcx_scope scope;
+        if (!d->releasing) continue;
+        r = zcx_scope_open(&scope, d->ordinal, err);
+        if (r) return r;
+        int q = driver->EventQuery(d->released);
+        zcx_scope_close(&scope);
+        if (q == ZCU_ERROR_NOT_READY) continue;
+        if (q) return zcx_cu(err, "cuEventQuery", q);
+        complete[k] = 1;
+    }
+    pthread_mutex_lock(&w->lock);
+    for (struct zcx_import *i = w->imports, *next; i && n < 256; i = next) {
+        next = i->next;
+        int host = i->ordinal < 0;
+        if ((host && i->state == DROPPED) || (!host && i->state == RELEASING && complete[i->wire.pool])) {
+            ids[n++] = i->wire.id;
+            if (host) unmap(w, i, NULL);
+            forget_locked(i);
+        } else if (!host && i->state == DROPPED && (!w->devices[i->wire.pool].releasing || complete[i->wire.pool])) {
+            needs[i->wire.pool] = 1;
+        }
+    }
+    pthread_mutex_unlock(&w->lock);
+    for (unsigned k = 0; k < ZCX_MAX_DEVICES; k++)
+        if (complete[k]) {
+            int left = 0;
+            pthread_mutex_lock(&w->lock);
+            for (const struct zcx_import *i = w->imports; i; i = i->next) left |= i->state == RELEASING && i->wire.pool == k;
+            pthread_mutex_unlock(&w->lock);
+            w->devices[k].releasing = left; /* more than one message's worth: the next sweep takes them */
+        }
+    if (n) r = release_message(w, ids, n, err);
+    for (unsigned k = 0; k < ZCX_MAX_DEVICES && !r; k++) {
+        struct device *d = &w->devices[k];
+        struct zcx_scope scope;
+        if (!needs[k] || d->releasing) continue;
+        r = zcx_scope_open(&scope, d->ordinal, err);
+        if (r) return r;
+        r = join_context(scope.d, d, err);
+        pthread_mutex_lock(&w->lock);
+        for (struct zcx_import *i = w->imports; i && !r; i = i->next)
+            if (i->state == DROPPED && i->ordinal >= 0 && i->wire.pool == k) {
+                r = unmap(w, i, err);
+                if (!r) i->state = RELEASING;
+            }
+        pthread_mutex_unlock(&w->lock);
+        if (!r) r = zcx_cu(err, "cuEventRecord", scope.d->EventRecord(d->released, d->gate_stream));
+        zcx_scope_close(&scope);
+        d->releasing = !r;
+    }
+    return r;
+}
+
+/* Is GPU work of the last call still under way? Its failure is the worker's end. */
+static int watch(struct zcx_worker *w, int *pending, struct zcx_err *err) {
+    *pending = 0;
+    for (unsigned k = 0; k < ZCX_MAX_DEVICES; k++) {
+        struct device *d = &w->devices[k];
+        struct zcx_scope scope;
+        if (!d->watched && !d->releasing) continue;
+        int r = zcx_scope_open(&scope, d->ordinal, err);
+        if (r) return r;
+        int q = scope.d->StreamQuery(d->gate_stream);
+        zcx_scope_close(&scope);
+        if (q == ZCU_ERROR_NOT_READY) *pending = 1;
+        else if (q) return zcx_cu(err, "cuStreamQuery", q);
+        else d->watched = 0;
+        if (d->releasing) *pending = 1;
+    }
+    return 0;
+}
+
+/* Wait for a packet, a kick, or `ns` (negative: for ever). 0: a packet; 1: something else; 2: a signal. */
+static int wait_idle(struct zcx_worker *w, int64_t ns, struct zcx_err *err) {
+    struct pollfd f[2] = {{.fd = w->sock.fd, .events = POLLIN}, {.fd = w->kick, .events = POLLIN}};
+    struct timespec t = {ns / 1000000000, ns % 1000000000};
+    int n = ppoll(f, 2, ns < 0 ? NULL : &t, NULL);
+    if (n < 0) return errno == EINTR ? 2 : zcx_fail_errno(err, "ppoll");
+    uint64_t count;
+    if (f[1].revents && read(w->kick, &count, sizeof count) < 0 && errno != EAGAIN) return zcx_fail_errno(err, "read");
+    return f[0].revents ? 0 : 1;
+}
+
+static int start_call(struct zcx_worker *w, struct zcx_work *work, struct zcx_err *err) {
+    struct zcx_call_msg m;
+    int r = zcx_call_msg_decode(w->msg.body, w->msg.header.length, &m, err);
+    if (r) return r;
+    if (w->msg.header.seq <= w->seq) return zcx_fail(err, ZCX_E_PROTOCOL, "call %llu came twice", (unsigned long long)w->msg.header.seq);
+    for (uint32_t i = 0; i < m.ngates && !r; i++) {
+        struct zcx_gate_ref g;
+        r = zcx_gate_ref_decode(m.gates + i * ZCX_GATE_REF_BYTES, &g, err);
+        if (!r) r = set_gate(w, &g, err);
+    }
+    if (r) return r;
+    w->seq = w->msg.header.seq;
+    w->in_call = 1;
+    *work = (struct zcx_work){.kind = ZCX_WORK_CALL, .seq = w->seq, .nbuffers = m.nbuffers, .buffers = m.buffers, .tree = m.tree,
+                              .tree_bytes = m.tree_bytes};
+    return 0;
+}
+
+static int gpu_fault(struct zcx_worker *w, int r, struct zcx_err *err) {
+    char why[256];
+    int n = snprintf(why, sizeof why, "%s: %s", err->call ? err->call : "?", zcx_driver_error_name(err->cuda));
+    if (r == -ZCX_E_CUDA) send_result(w, ZCX_ERROR, ZCX_FAILED_GPU, w->seq, NULL, 0, why, (size_t)n, NULL);
+    return r;
+}
+
+int zcx_worker_next(struct zcx_worker *w, struct zcx_work *work, struct zcx_err *err) {
+    int64_t spin_until = zcx_now() + PACKET_SPIN_NS;
+    for (;;) {
+        int pending, r = sweep(w, err);
+        if (!r) r = watch(w, &pending, err);
+        if (r) return gpu_fault(w, r, err);
+        r = receive(w, err);
+        if (r < 0) return r;
+        if (r == 1) {
+            if (zcx_now() < spin_until) continue;
+            r = wait_idle(w, pending ? WATCH_NS : -1, err);
+            if (r < 0 || r == 2) return r;
+            continue;
+        }
+        r = introduced(w, err);
+        if (r < 0) return r;
+        if (r) continue;
+        switch (w->msg.header.type) {
+        case ZCX_HELLO:
+            work->kind = ZCX_WORK_HELLO;
+            return zcx_hello_decode(w->msg.body, w->msg.header.length, &work->hello, err);
+        case ZCX_CALL: return start_call(w, work, err);
+        case ZCX_BYE: *work = (struct zcx_work){.kind = ZCX_WORK_BYE}; return 0;
+        case ZCX_HANDLE_DROP: *work = (struct zcx_work){.kind = ZCX_WORK_HANDLE_DROP, .handle = w->msg.header.id}; return 0;
+        case ZCX_ALLOCATED:
+        case ZCX_REFUSED: continue; /* the answer to a request that was given up by a signal */
+        default: return zcx_fail(err, ZCX_E_PROTOCOL, "message type %u means nothing to a worker", w->msg.header.type);
+        }
+    }
+}
+
+/* ---- results ---- */
+
+/* The answer to request `want`; earlier ones that were given up are passed over. 0, 1 refused, 2 a signal. */
+static int await_answer(struct zcx_worker *w, uint64_t want, struct zcx_allocated *out, uint32_t *code, struct zcx_err *err) {
+    for (;;) {
+        int r = receive(w, err);
+        if (r == 1) {
+            r = zcx_sock_wait(&w->sock, INT64_MAX, PACKET_SPIN_NS, err);
+            if (r < 0 || r == 2) return r;
+            continue;
+        }
+        if (!r) r = introduced(w, err);
+        if (r < 0) return r;
+        if (r) continue;
+        const struct zcx_header *h = &w->msg.header;
+        if (h->type == ZCX_HANDLE_DROP) continue; /* the holder's object lives a little longer: until the session ends */
+        if (h->type != ZCX_ALLOCATED && h->type != ZCX_REFUSED) return zcx_fail(err, ZCX_E_PROTOCOL, "message type %u came instead of an allocation", h->type);
+        if (h->id != want) continue;
+        if (h->type == ZCX_ALLOCATED) return zcx_allocated_decode(w->msg.body, h->length, out, err);
+        struct zcx_refused m;
+        r = zcx_refused_decode(w->msg.body, h->length, &m, err);
+        if (r) return r;
+        *code = m.code;
+        zcx_fail(err, ZCX_E_LIMIT, "%.*s", (int)m.reason.length, m.reason.bytes);
+        return 1;
+    }
+}
+
+static int alloc_locked(struct zcx_worker *w, const struct zcx_alloc *a, uint64_t *request, zcx_stream_of stream_of, void *arg,
+                        struct zcx_import **out, uint32_t *code, struct zcx_err *err) {
+    unsigned char body[128 + 256 + 8 * ZCX_NDIM_MAX];
+    struct zcx_allocated answer;
+    int r;
+    if (!w->in_call) return zcx_fail(err, ZCX_E_RANGE, "a result can only be made while a call runs");
+    if (!*request) {
+        long n = zcx_alloc_encode(a, body, sizeof body, err);
+        if (n < 0) return (int)n;
+        *request = ++w->request;
+        r = send_body(w, (struct zcx_header){.type = ZCX_ALLOC, .seq = w->seq, .id = *request}, body, (size_t)n, NULL, 0, err);
+        if (r) return r;
+    }
+    r = await_answer(w, *request, &answer, code, err);
+    if (r) return r;
+    if (answer.has_gate) {
+        r = set_gate(w, &answer.gate, err);
+        if (!r) r = await_ready(w, &w->devices[answer.gate.pool], stream_of, arg, err);
+        if (r) return r;
+    }
+    return zcx_worker_map(w, &answer.buffer, out, err);
+}
+
+int zcx_worker_alloc(struct zcx_worker *w, const struct zcx_alloc *a, uint64_t *request, zcx_stream_of stream_of, void *arg,
+                     struct zcx_import **out, uint32_t *code, struct zcx_err *err) {
+    pthread_mutex_lock(&w->rpc);
+    int r = alloc_locked(w, a, request, stream_of, arg, out, code, err);
+    pthread_mutex_unlock(&w->rpc);
+    return r;
+}
+
+int zcx_worker_progress(struct zcx_worker *w, double done_so_far, double total, const char *message, size_t n, struct zcx_err *err) {
+    unsigned char body[ZCX_STRING_MAX + 64];
+    struct zcx_progress m = {done_so_far, total, {message, n > ZCX_STRING_MAX ? ZCX_STRING_MAX : (uint32_t)n}};
+    long length = zcx_progress_encode(&m, body, sizeof body, err);
+    if (length < 0) return (int)length;
+    struct zcx_piece piece = {body, (size_t)length};
+    struct zcx_header h = {.type = ZCX_PROGRESS, .seq = w->seq};
+    int r = zcx_sock_send(&w->sock, h, &piece, 1, NULL, 0, 0, err);
+    return r == 1 ? 0 : r;
+}
+
+int zcx_worker_drop_handle(struct zcx_worker *w, uint64_t handle, struct zcx_err *err) {
+    struct zcx_header h = {.type = ZCX_HANDLE_DROP, .id = handle};
+    int r = zcx_sock_send(&w->sock, h, NULL, 0, NULL, 0, zcx_now() + SEND_NS, err);
+    return r == 1 ? 0 : r;
+}
