@@ -13,7 +13,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-static int check_count;
+static _Atomic int check_count; /* threads check too */
 
 #define CHECK(condition, ...)                                                                  \
     do {                                                                                       \

@@ -1,0 +1,675 @@
+/* test_pool.c: pools, what is exported from them, and the counted imports, on the simulated driver. */
+// sources: csrc/pool.c csrc/driver.c csrc/err.c
+// needs: simcuda
+#include "cases.h"
+#include "pool.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+
+#define MIB (1ull << 20)
+
+/* What goes over the socket. */
+struct word {
+    int op;
+    zcu_uuid uuid;
+    struct zcx_export e;
+    unsigned char byte;
+};
+enum { OP_POOL, OP_USE, OP_EXPECT_REFUSED, OP_UNMAP, OP_END };
+
+static struct zcx_pool *pool_on(int ordinal) {
+    struct zcx_pool *p = NULL;
+    struct zcx_err err = {0};
+    CHECK(zcx_pool_new(&p, ordinal, &err) == 0, "%s %s", err.call ? err.call : "", err.text);
+    return p;
+}
+
+static zcu_stream stream_on(int ordinal) {
+    struct zcx_scope s;
+    zcu_stream stream;
+    CHECK(zcx_scope_open(&s, ordinal, NULL) == 0);
+    CHECK(s.d->StreamCreate(&stream, ZCU_STREAM_NON_BLOCKING) == 0);
+    zcx_scope_close(&s);
+    return stream;
+}
+
+static int synchronize(int ordinal, zcu_stream stream) {
+    struct zcx_scope s;
+    CHECK(zcx_scope_open(&s, ordinal, NULL) == 0);
+    int r = s.d->StreamSynchronize(stream);
+    zcx_scope_close(&s);
+    return r;
+}
+
+static zcu_ptr filled(struct zcx_pool *p, uint64_t nbytes, unsigned char byte, zcu_stream stream) {
+    struct zcx_scope s;
+    zcu_ptr ptr = 0;
+    CHECK(zcx_pool_alloc(p, nbytes, stream, &ptr, NULL) == 0);
+    CHECK(zcx_scope_open(&s, zcx_pool_ordinal(p), NULL) == 0);
+    CHECK(s.d->MemsetD8Async(ptr, byte, nbytes, stream) == 0);
+    CHECK(s.d->StreamSynchronize(stream) == 0);
+    zcx_scope_close(&s);
+    return ptr;
+}
+
+static unsigned char byte_at(int ordinal, zcu_ptr ptr, zcu_stream stream) {
+    struct zcx_scope s;
+    unsigned char byte = 0;
+    CHECK(zcx_scope_open(&s, ordinal, NULL) == 0);
+    int r = s.d->MemcpyDtoHAsync(&byte, ptr, 1, stream);
+    if (!r) r = s.d->StreamSynchronize(stream);
+    CHECK(r == 0, "%s", zcx_driver_error_name(r));
+    zcx_scope_close(&s);
+    return byte;
+}
+
+static uint64_t exports_of(struct zcx_pool *p) {
+    struct zcx_pool_usage u;
+    CHECK(zcx_pool_usage(p, &u, NULL) == 0);
+    return u.exports;
+}
+
+/* ---- the guard's arithmetic ---- */
+
+static uint32_t chunks_at(uint64_t offset, uint64_t size, uint64_t alloc_bytes) {
+    unsigned char blob[64];
+    memset(blob, 0xA5, sizeof blob);
+    memcpy(blob + 24, &offset, 8);
+    memcpy(blob + 32, &size, 8);
+    return zcx_pool_chunks(blob, alloc_bytes);
+}
+
+static void chunks(void) {
+    const uint64_t chunk = ZCX_CHUNK_BYTES, all = 128 * chunk;
+    /* where the blob agrees: exact */
+    CHECK(chunks_at(0, 1, 1) == 1);
+    CHECK(chunks_at(chunk - 1, 1, 1) == 1);
+    CHECK(chunks_at(chunk - 1, 2, 2) == 2);
+    CHECK(chunks_at(0, chunk, chunk) == 1);
+    CHECK(chunks_at(0, chunk + 1, chunk + 1) == 2);
+    CHECK(chunks_at(512, chunk, chunk) == 2);
+    CHECK(chunks_at(0, all, all) == 128 && chunks_at(7 * chunk, all, all) == 128);
+    CHECK(chunks_at(512, all, all) == 129, "4096 MiB that straddle");
+    CHECK(chunks_at(512, all - 512, all - 512) == 128);
+    CHECK(chunks_at(0, all + 1, all + 1) == 129);
+    /* where it does not: for the worst start */
+    CHECK(chunks_at(0, 7, 1) == 1);
+    CHECK(chunks_at(0, 7, 2) == 2);
+    CHECK(chunks_at(0, 7, chunk) == 2 && chunks_at(0, 7, chunk + 1) == 2 && chunks_at(0, 7, chunk + 2) == 3);
+    CHECK(chunks_at(0, 7, all) == 129 && chunks_at(0, 7, all - chunk + 1) == 128 && chunks_at(0, 7, all - chunk + 2) == 129);
+    for (uint64_t n = 2; n < 6 * chunk; n += chunk / 3 + 1) {
+        uint32_t worst = 0;
+        for (uint64_t offset = 0; offset < chunk; offset += 1021 * 512)
+            if (chunks_at(offset, n, n) > worst) worst = chunks_at(offset, n, n);
+        if (chunks_at(chunk - 1, n, n) > worst) worst = chunks_at(chunk - 1, n, n);
+        CHECK(chunks_at(0, n + 1, n) == worst, "%llu bytes", (unsigned long long)n);
+    }
+    /* numbers that do not fit */
+    CHECK(chunks_at(UINT64_MAX, UINT64_MAX, UINT64_MAX) == UINT32_MAX);
+    CHECK(chunks_at(UINT64_MAX, 2, 2) == 2, "an end beyond 2^64 is no offset: the worst start it is");
+    CHECK(chunks_at(UINT64_MAX - 1, 2, 2) == 1);
+    CHECK(chunks_at(0, 0, 0) == 0);
+}
+
+/* ---- exporter ---- */
+
+CASE(a_new_pool) {
+    struct zcx_pool *p = pool_on(0);
+    const struct zcx_driver *d = zcx_driver_opened();
+    struct zcx_pool_usage u = {.reserved = 1};
+    unsigned flags;
+    int active = 1, fd = zcx_pool_fd(p);
+    CHECK(d->DevicePrimaryCtxGetState(0, &flags, &active) == 0 && !active, "it needs no context, and makes none");
+    CHECK(zcx_pool_ordinal(p) == 0 && zcx_pool_handle(p));
+    CHECK(memcmp(zcx_pool_uuid(p), &d->uuid[0], sizeof d->uuid[0]) == 0);
+    CHECK(fd >= 0 && (fcntl(fd, F_GETFD) & FD_CLOEXEC));
+    CHECK(zcx_pool_usage(p, &u, NULL) == 0 && u.reserved == 0 && u.exports == 0);
+    uint64_t threshold = 0;
+    CHECK(d->MemPoolGetAttribute(zcx_pool_handle(p), ZCU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &threshold) == 0);
+    CHECK(threshold == UINT64_MAX);
+    CHECK(zcx_pool_ref(p) == p);
+    zcx_pool_unref(p);
+    CHECK(fcntl(fd, F_GETFD) >= 0);
+    zcx_pool_unref(p);
+    CHECK(fcntl(fd, F_GETFD) < 0 && errno == EBADF);
+    zcx_pool_unref(NULL);
+}
+
+static void unfit(const char *attributes, const char *words) {
+    struct zcx_pool *p = (void *)1;
+    struct zcx_err err = {0};
+    setenv("SIMCUDA_ATTRIBUTES", attributes, 1);
+    CHECK(zcx_pool_new(&p, 0, &err) == -ZCX_E_UNFIT && strstr(err.text, words), "%s", err.text);
+    CHECK(p == (void *)1);
+    CHECK(zcx_pool_new(&p, -1, &err) == -ZCX_E_RANGE);
+    CHECK(zcx_pool_new(&p, 1, &err) < 0, "there is one device");
+}
+CASE(no_pools) { unfit("115=0", "no memory pools"); }
+CASE(no_descriptors) { unfit("119=0", "cannot be shared as file descriptors"); }
+
+CASE(current_pool) {
+    struct zcx_pool *p = pool_on(0), *q = pool_on(0);
+    zcu_pool previous = NULL, second = NULL;
+    CHECK(zcx_pool_is_current(p, NULL) == 0);
+    CHECK(zcx_pool_make_current(p, &previous, NULL) == 0 && previous && previous != zcx_pool_handle(p));
+    CHECK(zcx_pool_is_current(p, NULL) == 1 && zcx_pool_is_current(q, NULL) == 0);
+    CHECK(zcx_pool_make_current(q, &second, NULL) == 0 && second == zcx_pool_handle(p));
+    CHECK(zcx_pool_make_current(q, NULL, NULL) == 0 && zcx_pool_is_current(q, NULL) == 1);
+    CHECK(zcx_pool_restore(0, previous, NULL) == 0 && zcx_pool_is_current(q, NULL) == 0);
+    CHECK(zcx_pool_restore(0, NULL, NULL) < 0);
+    zcx_pool_unref(p);
+    zcx_pool_unref(q);
+}
+
+CASE(exported) {
+    struct zcx_pool *p = pool_on(0);
+    zcu_stream stream = stream_on(0);
+    zcu_ptr a = filled(p, 3 * MIB, 1, stream), b = filled(p, 5000, 2, stream);
+    struct zcx_export e, f;
+    struct zcx_err err;
+    CHECK(zcx_pool_export(p, a, 3 * MIB, &e, NULL) == 0);
+    CHECK(e.alloc_bytes >= 3 * MIB && e.offset == 0 && e.buffer_id);
+    CHECK(zcx_pool_export(p, a + 4097, 100, &f, NULL) == 0);
+    CHECK(f.offset == 4097 && f.buffer_id == e.buffer_id && memcmp(f.blob, e.blob, 64) == 0);
+    CHECK(exports_of(p) == 1, "remembered");
+    CHECK(zcx_pool_export(p, b, 5000, &f, NULL) == 0 && f.buffer_id != e.buffer_id && exports_of(p) == 2);
+    memset(&f, 7, sizeof f);
+    struct zcx_export untouched = f;
+    CHECK(zcx_pool_export(p, a + 1, e.alloc_bytes, &f, &err) == -ZCX_E_RANGE);
+    CHECK(zcx_pool_export(p, a + 1, UINT64_MAX, &f, &err) == -ZCX_E_RANGE);
+    CHECK(memcmp(&f, &untouched, sizeof f) == 0);
+    /* the same address, another allocation: what is remembered does not pass for it */
+    CHECK(zcx_pool_free(p, a, stream, NULL) == 0 && synchronize(0, stream) == 0);
+    zcu_ptr c = filled(p, 3 * MIB, 3, stream);
+    CHECK(c == a, "the simulated driver reuses at once; this case rests on it");
+    CHECK(zcx_pool_export(p, c, 1, &f, NULL) == 0 && f.buffer_id != e.buffer_id && exports_of(p) == 3);
+    CHECK(zcx_pool_export(p, c, 0, &f, NULL) == 0 && exports_of(p) == 3);
+    struct zcx_pool_usage u;
+    CHECK(zcx_pool_usage(p, &u, NULL) == 0 && u.used >= 3 * MIB + 5000 && u.reserved >= u.used);
+    CHECK(u.reserved_high >= u.reserved && u.used_high >= u.used);
+    CHECK(zcx_pool_free(p, c, stream, NULL) == 0 && zcx_pool_free(p, b, stream, NULL) == 0);
+    zcx_pool_unref(p);
+}
+
+CASE(not_ours) {
+    struct zcx_pool *p = pool_on(0), *q = pool_on(0);
+    zcu_stream stream = stream_on(0);
+    struct zcx_export e;
+    struct zcx_err err;
+    struct zcx_scope s;
+    zcu_ptr other = filled(q, 4096, 1, stream), plain;
+    char here[16];
+    CHECK(zcx_pool_export(p, other, 1, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "another memory pool"), "%s", err.text);
+    CHECK(zcx_scope_open(&s, 0, NULL) == 0);
+    CHECK(s.d->MemAllocAsync(&plain, 4096, stream) == 0);
+    zcx_scope_close(&s);
+    CHECK(zcx_pool_export(p, plain, 1, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "another memory pool"), "%s", err.text);
+    CHECK(zcx_pool_export(p, (zcu_ptr)(uintptr_t)here, 1, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "no device memory"), "%s", err.text);
+    CHECK(zcx_pool_export(p, 0, 0, &e, &err) == -ZCX_E_UNFIT);
+    CHECK(exports_of(p) == 0);
+    zcx_pool_unref(p);
+    zcx_pool_unref(q);
+}
+
+CASE(too_large_to_export) {
+    setenv("SIMCUDA_MEMORY", "64G", 1);
+    struct zcx_pool *p = pool_on(0);
+    zcu_stream stream = stream_on(0);
+    struct zcx_export e;
+    struct zcx_err err;
+    zcu_ptr whole, more, small;
+    CHECK(zcx_pool_alloc(p, 4096 * MIB, stream, &whole, NULL) == 0);
+    CHECK(zcx_pool_export(p, whole, 1, &e, &err) == 0, "128 chunks: %s", err.text);
+    CHECK(zcx_pool_chunks(e.blob, e.alloc_bytes) == 128);
+    CHECK(zcx_pool_alloc(p, 4096 * MIB + 1, stream, &more, NULL) == 0);
+    CHECK(zcx_pool_export(p, more, 1, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "chunks"), "%s", err.text);
+    CHECK(exports_of(p) == 1, "what cannot be imported wherever it begins is not exported at all");
+    /* one that begins inside a chunk straddles into a 129th */
+    CHECK(zcx_pool_free(p, whole, stream, NULL) == 0 && zcx_pool_free(p, more, stream, NULL) == 0 && synchronize(0, stream) == 0);
+    CHECK(zcx_pool_alloc(p, MIB, stream, &small, NULL) == 0);
+    CHECK(zcx_pool_alloc(p, 4096 * MIB, stream, &whole, NULL) == 0);
+    CHECK(whole % ZCX_CHUNK_BYTES, "the simulated driver does not align large allocations; this case rests on it");
+    CHECK(zcx_pool_export(p, whole, 1, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "129 chunks"), "%s", err.text);
+    zcx_pool_unref(p);
+}
+
+/* ---- several devices ---- */
+
+static int copy_between(int ordinal, zcu_stream stream, zcu_ptr to, zcu_ptr from) {
+    struct zcx_scope s;
+    CHECK(zcx_scope_open(&s, ordinal, NULL) == 0);
+    int r = s.d->MemcpyDtoDAsync(to, from, 4096, stream);
+    if (!r) r = s.d->StreamSynchronize(stream);
+    zcx_scope_close(&s);
+    return r;
+}
+
+CASE(peers_reach_the_pool) {
+    setenv("SIMCUDA_DEVICES", "3", 1);
+    struct zcx_pool *p0 = pool_on(0), *p2 = pool_on(2);
+    zcu_stream s0 = stream_on(0), s2 = stream_on(2);
+    zcu_ptr a = filled(p0, 4096, 0x11, s0), b = filled(p2, 4096, 0x22, s2), plain;
+    struct zcx_scope s;
+    CHECK(copy_between(2, s2, b, a) == 0 && byte_at(2, b, s2) == 0x11);
+    CHECK(zcx_scope_open(&s, 0, NULL) == 0);
+    CHECK(s.d->MemAllocAsync(&plain, 4096, s0) == 0 && s.d->MemsetD8Async(plain, 5, 4096, s0) == 0);
+    CHECK(s.d->StreamSynchronize(s0) == 0);
+    zcx_scope_close(&s);
+    CHECK(copy_between(2, s2, b, plain) != 0, "control: the default pool was given to nobody");
+    zcx_pool_unref(p0);
+    zcx_pool_unref(p2);
+}
+
+CASE(no_peers) {
+    setenv("SIMCUDA_DEVICES", "2", 1);
+    setenv("SIMCUDA_PEER", "0", 1);
+    struct zcx_pool *p = pool_on(1);
+    CHECK(memcmp(zcx_pool_uuid(p), &zcx_driver_opened()->uuid[1], 16) == 0);
+    zcx_pool_unref(p);
+}
+
+/* ---- the other process ---- */
+
+/* Imports the pool and does what it is told; every answer is one int. */
+static void importer(int sock) {
+    struct zcx_pool *p = NULL;
+    zcu_stream stream = NULL;
+    struct word w;
+    for (int fd; (fd = peer_recv(sock, &w, sizeof w)) != -2;) {
+        struct zcx_err err = {0};
+        zcu_ptr base = 0;
+        int answer = -1, last = -1;
+        if (w.op == OP_POOL) {
+            int r = zcx_pool_import(&p, fd, &w.uuid, &err);
+            CHECK(r == 0 && zcx_pool_fd(p) == -1, "%s %s", err.call, err.text);
+            close(fd);
+            stream = stream_on(zcx_pool_ordinal(p));
+            struct zcx_export e;
+            CHECK(zcx_pool_export(p, 1, 1, &e, &err) == -ZCX_E_RANGE);
+            answer = zcx_pool_ordinal(p);
+        } else if (w.op == OP_USE) { /* map, read, write, keep */
+            CHECK(zcx_pool_map(p, &w.e, &base, &err) == 0, "%s %s", err.call, err.text);
+            answer = byte_at(zcx_pool_ordinal(p), base + w.e.offset, stream);
+            struct zcx_scope s;
+            CHECK(zcx_scope_open(&s, zcx_pool_ordinal(p), NULL) == 0);
+            CHECK(s.d->MemsetD8Async(base + w.e.offset, w.byte, 1, stream) == 0 && s.d->StreamSynchronize(stream) == 0);
+            zcx_scope_close(&s);
+        } else if (w.op == OP_EXPECT_REFUSED) {
+            uint32_t before = zcx_pool_mapped(p);
+            answer = -zcx_pool_map(p, &w.e, &base, &err);
+            CHECK(answer > 0 && base == 0 && zcx_pool_mapped(p) == before && err.text[0]);
+        } else if (w.op == OP_UNMAP) {
+            answer = zcx_pool_unmap(p, w.e.buffer_id, stream, &last, &err);
+            CHECK((answer == 0) == (last >= 0));
+            answer = answer ? answer : last;
+        } else if (w.op == OP_END) {
+            answer = (int)zcx_pool_mapped(p);
+            zcx_pool_unref(p);
+        }
+        peer_send(sock, &answer, sizeof answer, -1);
+    }
+}
+
+static int ask(struct peer *peer, struct word *w, int fd) {
+    int answer;
+    peer_send(peer->sock, w, sizeof *w, fd);
+    CHECK(peer_recv(peer->sock, &answer, sizeof answer) == -1, "the peer is gone");
+    return answer;
+}
+static int ask_op(struct peer *peer, int op, const struct zcx_export *e) {
+    struct word w = {.op = op};
+    if (e) w.e = *e;
+    return ask(peer, &w, -1);
+}
+static void give_pool(struct peer *peer, struct zcx_pool *p, int expected) {
+    struct word w = {.op = OP_POOL, .uuid = *zcx_pool_uuid(p)};
+    CHECK(ask(peer, &w, zcx_pool_fd(p)) == expected);
+}
+
+CASE(imports_are_counted) {
+    struct peer peer = peer_start(importer);
+    struct zcx_pool *p = pool_on(0);
+    zcu_stream stream = stream_on(0);
+    zcu_ptr a = filled(p, 2 * MIB, 0x41, stream), b = filled(p, 2 * MIB, 0x42, stream);
+    struct zcx_export e, f, forged;
+    give_pool(&peer, p, 0);
+    CHECK(zcx_pool_export(p, a + 1000, 10, &e, NULL) == 0 && zcx_pool_export(p, b, 10, &f, NULL) == 0);
+
+    struct word w = {.op = OP_USE, .e = e, .byte = 0x51};
+    CHECK(ask(&peer, &w, -1) == 0x41);
+    CHECK(byte_at(0, a + 1000, stream) == 0x51 && byte_at(0, a + 999, stream) == 0x41, "no copy");
+    w.byte = 0x61;
+    CHECK(ask(&peer, &w, -1) == 0x51);
+    w = (struct word){.op = OP_USE, .e = f, .byte = 0x62};
+    CHECK(ask(&peer, &w, -1) == 0x42);
+
+    forged = e;
+    forged.alloc_bytes++;
+    CHECK(ask_op(&peer, OP_EXPECT_REFUSED, &forged) == ZCX_E_PROTOCOL, "a known id with another size");
+
+    CHECK(ask_op(&peer, OP_UNMAP, &e) == 0, "one of two");
+    w = (struct word){.op = OP_USE, .e = e, .byte = 0x71};
+    CHECK(ask(&peer, &w, -1) == 0x61, "still there: the first un-import of two took nothing away");
+    CHECK(ask_op(&peer, OP_UNMAP, &e) == 0);
+    CHECK(ask_op(&peer, OP_UNMAP, &e) == 1);
+    CHECK(ask_op(&peer, OP_UNMAP, &e) == -ZCX_E_RANGE);
+    w = (struct word){.op = OP_USE, .e = f, .byte = 0x63};
+    CHECK(ask(&peer, &w, -1) == 0x62, "its neighbour is unharmed");
+    CHECK(ask_op(&peer, OP_END, NULL) == 1, "unref takes what is left along");
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
+CASE(the_importer_guards_itself) {
+    struct peer peer = peer_start(importer);
+    struct zcx_pool *p = pool_on(0);
+    zcu_stream stream = stream_on(0);
+    zcu_ptr a = filled(p, MIB, 1, stream);
+    struct zcx_export e, forged;
+    uint64_t size = 4096 * MIB, offset = 512;
+    give_pool(&peer, p, 0);
+    CHECK(zcx_pool_export(p, a, 1, &e, NULL) == 0);
+    forged = e;
+    forged.alloc_bytes = 4096 * MIB + 1;
+    CHECK(ask_op(&peer, OP_EXPECT_REFUSED, &forged) == ZCX_E_UNFIT);
+    forged.alloc_bytes = UINT64_MAX;
+    CHECK(ask_op(&peer, OP_EXPECT_REFUSED, &forged) == ZCX_E_UNFIT);
+    forged.alloc_bytes = size;
+    memcpy(forged.blob + 32, &size, 8);
+    memcpy(forged.blob + 24, &offset, 8);
+    CHECK(ask_op(&peer, OP_EXPECT_REFUSED, &forged) == ZCX_E_UNFIT, "129 chunks, straddled");
+    forged.alloc_bytes = 0;
+    CHECK(ask_op(&peer, OP_EXPECT_REFUSED, &forged) == ZCX_E_PROTOCOL);
+    forged = e;
+    memset(forged.blob, 0xFF, sizeof forged.blob);
+    CHECK(ask_op(&peer, OP_EXPECT_REFUSED, &forged) == ZCX_E_CUDA, "the driver's to refuse");
+    CHECK(ask_op(&peer, OP_END, NULL) == 0);
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
+static void importer_that_sees_only_the_second(int sock) {
+    setenv("CUDA_VISIBLE_DEVICES", "1", 1);
+    importer(sock);
+}
+
+CASE(devices_go_by_uuid) {
+    setenv("SIMCUDA_DEVICES", "2", 1);
+    struct peer peer = peer_start(importer_that_sees_only_the_second);
+    struct zcx_pool *p = pool_on(1);
+    zcu_stream stream = stream_on(1);
+    zcu_ptr a = filled(p, MIB, 0x17, stream);
+    struct zcx_export e;
+    give_pool(&peer, p, 0);
+    CHECK(zcx_pool_export(p, a, 1, &e, NULL) == 0);
+    struct word w = {.op = OP_USE, .e = e, .byte = 0x18};
+    CHECK(ask(&peer, &w, -1) == 0x17 && byte_at(1, a, stream) == 0x18);
+    CHECK(ask_op(&peer, OP_UNMAP, &e) == 1);
+    CHECK(ask_op(&peer, OP_END, NULL) == 0);
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
+CASE(import_refused) {
+    struct zcx_pool *p = pool_on(0), *q = (void *)1;
+    struct zcx_err err = {0};
+    zcu_uuid other = *zcx_pool_uuid(p);
+    int before = check_fds();
+    other.bytes[3] ^= 1;
+    CHECK(zcx_pool_import(&q, zcx_pool_fd(p), &other, &err) == 1 && q == (void *)1 && err.code == 0);
+    CHECK(zcx_pool_import(&q, -1, zcx_pool_uuid(p), &err) == -ZCX_E_CUDA && q == (void *)1);
+    CHECK(strcmp(err.call, "cuMemPoolImportFromShareableHandle") == 0);
+    CHECK(check_fds() == before);
+    zcx_pool_unref(p);
+}
+
+/* ---- the table of imports, large and in any order ---- */
+
+#define MANY 700
+
+static void importer_of_many(int sock) {
+    static struct zcx_export all[MANY];
+    static zcu_ptr base[MANY];
+    struct zcx_pool *p;
+    struct word w;
+    int fd = peer_recv(sock, &w, sizeof w);
+    CHECK(zcx_pool_import(&p, fd, &w.uuid, NULL) == 0);
+    close(fd);
+    zcu_stream stream = stream_on(0);
+    for (int i = 0; i < MANY; i++) {
+        CHECK(peer_recv(sock, &w, sizeof w) == -1);
+        all[i] = w.e;
+        CHECK(zcx_pool_map(p, &all[i], &base[i], NULL) == 0 && zcx_pool_mapped(p) == (uint32_t)i + 1);
+    }
+    /* a fixed walk through all of them: 700 and 263 have no common divisor */
+    for (int k = 0, i = 0; k < MANY; k++, i = (i + 263) % MANY) {
+        zcu_ptr again;
+        int last = -1;
+        CHECK(zcx_pool_map(p, &all[i], &again, NULL) == 0 && again == base[i]);
+        CHECK(zcx_pool_unmap(p, all[i].buffer_id, stream, &last, NULL) == 0 && last == 0);
+        CHECK(byte_at(0, base[i], stream) == (unsigned char)i);
+        CHECK(zcx_pool_unmap(p, all[i].buffer_id, stream, &last, NULL) == 0 && last == 1);
+        CHECK(zcx_pool_unmap(p, all[i].buffer_id, stream, NULL, NULL) == -ZCX_E_RANGE);
+        CHECK(zcx_pool_mapped(p) == (uint32_t)(MANY - 1 - k));
+        int next = (i + 263) % MANY;
+        if (k + 1 < MANY) CHECK(zcx_pool_map(p, &all[next], &again, NULL) == 0 && zcx_pool_unmap(p, all[next].buffer_id, stream, NULL, NULL) == 0);
+    }
+    zcx_pool_unref(p);
+    CHECK(peer_recv(sock, &w, sizeof w) == -2);
+}
+
+CASE(many_imports) {
+    struct peer peer = peer_start(importer_of_many);
+    struct zcx_pool *p = pool_on(0);
+    zcu_stream stream = stream_on(0);
+    struct word w = {.uuid = *zcx_pool_uuid(p)};
+    peer_send(peer.sock, &w, sizeof w, zcx_pool_fd(p));
+    for (int i = 0; i < MANY; i++) {
+        zcu_ptr a = filled(p, 4096, (unsigned char)i, stream);
+        CHECK(zcx_pool_export(p, a, 4096, &w.e, NULL) == 0);
+        peer_send(peer.sock, &w, sizeof w, -1);
+    }
+    CHECK(exports_of(p) == MANY);
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
+static struct { struct zcx_pool *p; struct zcx_export e[16]; zcu_ptr base[16]; } shared;
+
+static void *map_and_unmap(void *seed) {
+    unsigned x = (unsigned)(uintptr_t)seed * 2654435761u + 1;
+    zcu_stream stream = stream_on(0);
+    for (int k = 0; k < 300; k++) {
+        zcu_ptr base = 0;
+        x = x * 1664525u + 1013904223u;
+        int i = x >> 28, last;
+        CHECK(zcx_pool_map(shared.p, &shared.e[i], &base, NULL) == 0 && base);
+        CHECK(zcx_pool_unmap(shared.p, shared.e[i].buffer_id, stream, &last, NULL) == 0);
+    }
+    return NULL;
+}
+
+static void importer_with_threads(int sock) {
+    pthread_t threads[8];
+    struct word w;
+    int fd = peer_recv(sock, &w, sizeof w);
+    CHECK(zcx_pool_import(&shared.p, fd, &w.uuid, NULL) == 0);
+    close(fd);
+    for (int i = 0; i < 16; i++) {
+        CHECK(peer_recv(sock, &w, sizeof w) == -1);
+        shared.e[i] = w.e;
+    }
+    CHECK(zcx_pool_map(shared.p, &shared.e[0], &shared.base[0], NULL) == 0, "one is kept all the time");
+    for (uintptr_t i = 0; i < 8; i++) CHECK(pthread_create(&threads[i], NULL, map_and_unmap, (void *)i) == 0);
+    for (int i = 0; i < 8; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+    CHECK(zcx_pool_mapped(shared.p) == 1);
+    CHECK(byte_at(0, shared.base[0], NULL) == 0x70);
+    zcx_pool_unref(shared.p);
+}
+
+CASE(threads_import_the_same) {
+    struct peer peer = peer_start(importer_with_threads);
+    struct zcx_pool *p = pool_on(0);
+    zcu_stream stream = stream_on(0);
+    struct word w = {.uuid = *zcx_pool_uuid(p)};
+    peer_send(peer.sock, &w, sizeof w, zcx_pool_fd(p));
+    for (int i = 0; i < 16; i++) {
+        CHECK(zcx_pool_export(p, filled(p, 8192, (unsigned char)(0x70 + i), stream), 1, &w.e, NULL) == 0);
+        peer_send(peer.sock, &w, sizeof w, -1);
+    }
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
+/* ---- faults ---- */
+
+static void (*fail_at)(const char *);
+
+CASE(making_fails_at_every_call) {
+    struct zcx_pool *p = (void *)1;
+    struct zcx_err err;
+    char rule[64];
+    int n = 0, rc;
+    setenv("SIMCUDA_DEVICES", "2", 1);
+    zcx_pool_unref(pool_on(0));
+    fail_at = library_symbol("simcuda_fail");
+    int before = check_fds();
+    do {
+        snprintf(rule, sizeof rule, "*:%d:999", ++n);
+        fail_at(rule);
+        memset(&err, 0, sizeof err);
+        p = (void *)1;
+        rc = zcx_pool_new(&p, 0, &err);
+        fail_at("");
+        if (!rc) break;
+        CHECK(rc == -ZCX_E_CUDA && err.cuda == ZCU_ERROR_UNKNOWN && err.call, "at call %d: %d", n, rc);
+        CHECK(p == (void *)1 && check_fds() == before, "at call %d, %s", n, err.call);
+    } while (n < 50);
+    CHECK(rc == 0 && n > 8 && n < 50, "%d calls", n);
+    zcx_pool_unref(p);
+    CHECK(check_fds() == before);
+}
+
+static void importer_whose_driver_fails(int sock) {
+    struct zcx_pool *p;
+    struct zcx_err err;
+    struct word w;
+    zcu_ptr base = 0;
+    int last = 7;
+    int fd = peer_recv(sock, &w, sizeof w);
+    fail_at = library_symbol("simcuda_fail");
+    CHECK(zcx_pool_import(&p, fd, &w.uuid, NULL) == 0);
+    zcx_pool_unref(p);
+    fail_at("cuMemPoolSetAccess:1:801");
+    p = (void *)1;
+    CHECK(zcx_pool_import(&p, fd, &w.uuid, &err) == -ZCX_E_CUDA && err.cuda == 801 && p == (void *)1);
+    fail_at("");
+    CHECK(zcx_pool_import(&p, fd, &w.uuid, NULL) == 0);
+    close(fd);
+    fail_at("cuMemPoolImportPointer:1:2");
+    CHECK(zcx_pool_map(p, &w.e, &base, &err) == -ZCX_E_CUDA && err.cuda == 2 && base == 0 && zcx_pool_mapped(p) == 0);
+    CHECK(zcx_pool_unmap(p, w.e.buffer_id, NULL, &last, &err) == -ZCX_E_RANGE && last == 7);
+    CHECK(zcx_pool_map(p, &w.e, &base, NULL) == 0 && zcx_pool_mapped(p) == 1);
+    fail_at("cuMemFreeAsync:1:999");
+    CHECK(zcx_pool_unmap(p, w.e.buffer_id, NULL, &last, &err) == -ZCX_E_CUDA && last == 7 && zcx_pool_mapped(p) == 1);
+    CHECK(byte_at(0, base, NULL) == 0x33, "it failed: so it is still imported");
+    CHECK(zcx_pool_unmap(p, w.e.buffer_id, NULL, &last, NULL) == 0 && last == 1 && zcx_pool_mapped(p) == 0);
+    zcx_pool_unref(p);
+}
+
+CASE(the_importers_driver_fails) {
+    struct peer peer = peer_start(importer_whose_driver_fails);
+    struct zcx_pool *p = pool_on(0);
+    struct word w = {.uuid = *zcx_pool_uuid(p)};
+    CHECK(zcx_pool_export(p, filled(p, MIB, 0x33, NULL), 1, &w.e, NULL) == 0);
+    peer_send(peer.sock, &w, sizeof w, zcx_pool_fd(p));
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
+static void forget_pool(void) {
+    int fd = zcx_pool_fd(shared.p);
+    struct zcx_export e;
+    CHECK(zcx_pool_export(shared.p, shared.base[0], 1, &e, NULL) == -ZCX_E_NODRIVER);
+    zcx_pool_unref(shared.p);
+    CHECK(fcntl(fd, F_GETFD) >= 0, "the number may belong to somebody else by then");
+}
+
+CASE(a_fork_is_harmless) {
+    shared.p = pool_on(0);
+    shared.base[0] = filled(shared.p, MIB, 9, NULL);
+    CHECK(case_fork(forget_pool) == 0);
+    CHECK(byte_at(0, shared.base[0], NULL) == 9);
+    CHECK(zcx_pool_export(shared.p, shared.base[0], 1, &shared.e[0], NULL) == 0);
+    zcx_pool_unref(shared.p);
+}
+
+/* ---- a capture in another thread ---- */
+
+static struct { zcu_result (*begin)(zcu_stream, int), (*end)(zcu_stream, void **); int begun[2], finish[2]; } capture;
+
+static void *capture_meanwhile(void *unused) {
+    zcu_stream stream = stream_on(0);
+    struct zcx_scope s;
+    void *graph;
+    char c = 0;
+    (void)unused;
+    CHECK(zcx_scope_open(&s, 0, NULL) == 0);
+    CHECK(capture.begin(stream, 0) == 0);
+    CHECK(write(capture.begun[1], &c, 1) == 1 && read(capture.finish[0], &c, 1) == 1);
+    int r = capture.end(stream, &graph);
+    zcx_scope_close(&s);
+    return (void *)(intptr_t)r;
+}
+
+CASE(a_capture_elsewhere_survives) {
+    struct zcx_pool *p = pool_on(0), *made_meanwhile;
+    zcu_stream stream = stream_on(0);
+    zcu_pool previous;
+    zcu_ptr a, b = filled(p, 4096, 1, stream);
+    struct zcx_export e;
+    pthread_t thread;
+    void *result;
+    char c = 0;
+    capture.begin = library_symbol("cuStreamBeginCapture_v2");
+    capture.end = library_symbol("cuStreamEndCapture");
+    CHECK(pipe(capture.begun) == 0 && pipe(capture.finish) == 0);
+    CHECK(pthread_create(&thread, NULL, capture_meanwhile, NULL) == 0);
+    CHECK(read(capture.begun[0], &c, 1) == 1);
+    made_meanwhile = pool_on(0);
+    CHECK(zcx_pool_make_current(p, &previous, NULL) == 0 && zcx_pool_is_current(p, NULL) == 1);
+    CHECK(zcx_pool_restore(0, previous, NULL) == 0);
+    CHECK(zcx_pool_alloc(p, 4096, stream, &a, NULL) == 0);
+    CHECK(zcx_pool_export(p, b, 4096, &e, NULL) == 0);
+    CHECK(zcx_pool_free(p, a, stream, NULL) == 0);
+    CHECK(zcx_driver_capturing(zcx_driver_opened(), 0, stream, NULL) == 0);
+    zcx_pool_unref(made_meanwhile);
+    CHECK(write(capture.finish[1], &c, 1) == 1);
+    CHECK(pthread_join(thread, &result) == 0 && result == NULL, "the capture died: %ld", (long)(intptr_t)result);
+    zcx_pool_unref(p);
+}
+
+int main(void) {
+    RUN(chunks);
+    RUN(a_new_pool);
+    RUN(no_pools);
+    RUN(no_descriptors);
+    RUN(current_pool);
+    RUN(exported);
+    RUN(not_ours);
+    RUN(too_large_to_export);
+    RUN(peers_reach_the_pool);
+    RUN(no_peers);
+    RUN(imports_are_counted);
+    RUN(the_importer_guards_itself);
+    RUN(devices_go_by_uuid);
+    RUN(import_refused);
+    RUN(many_imports);
+    RUN(threads_import_the_same);
+    RUN(making_fails_at_every_call);
+    RUN(the_importers_driver_fails);
+    RUN(a_fork_is_harmless);
+    RUN(a_capture_elsewhere_survives);
+    return 0;
+}
