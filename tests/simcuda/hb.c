@@ -1,0 +1,253 @@
+/* hb.c: happens-before: is each access to a pool's memory ordered behind what it depends on, over all processes?
+ *
+ * Every stream has a clock: for each stream of the session the tick up to which its work is known to be done. Clocks travel
+ * with events and with counters that streams post, and each allocation remembers who touched it when. An access that nothing
+ * orders behind a conflicting one is a race, also where the bytes came out right.
+ * The hosts are taken to be one, that knows all that any of them can know: what a synchronise or a query told, and every
+ * counter as soon as it is posted (the product reads counters with plain loads that no driver sees). So order between CPUs is
+ * never questioned, only work of a GPU that no CPU can know to be done. Copies and memsets are seen; a test that stands in for
+ * a kernel uses them. A dead process's accesses are over. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "session.h"
+
+int hb_slot_take(void) {
+    int found = -1;
+    sim_session_lock();
+    for (int i = 0; i < SIM_SLOTS && found < 0; i++)
+        if (!session->clocks[i].taken) found = i;
+    for (int i = 0; i < SIM_SLOTS && found < 0; i++)
+        if (sim_dead(session->clocks[i].owner)) {
+            found = i;
+            session->clocks[i].floor = session->clocks[i].tick;
+        }
+    if (found >= 0) {
+        session->clocks[found].taken = true;
+        session->clocks[found].owner = sim_self();
+    }
+    sim_session_unlock();
+    return found;
+}
+
+void hb_slot_put(int slot) {
+    if (slot < 0) return;
+    sim_session_lock();
+    session->clocks[slot].taken = false; /* the ticks go on: what the stream did stays to be ordered */
+    sim_session_unlock();
+}
+
+void hb_join(struct clock *into, const struct clock *from) {
+    for (int i = 0; i < SIM_SLOTS; i++)
+        if (from->at[i] > into->at[i]) into->at[i] = from->at[i];
+}
+
+void hb_host_sees(const struct clock *c) {
+    sim_session_lock();
+    hb_join(&session->host, c);
+    sim_session_unlock();
+}
+
+void hb_submit(struct op *op) {
+    sim_session_lock();
+    op->clock = session->host;
+    sim_session_unlock();
+}
+
+void hb_begin(struct stream *s, struct op *op) {
+    hb_join(&s->clock, &op->clock);
+    for (const struct stream *t = sim.streams; t; t = t->next) /* the legacy stream's barriers */
+        if (t->ctx == s->ctx && !op->unordered && ((s->legacy && !t->nonblocking) || (t->legacy && !s->nonblocking)))
+            hb_join(&s->clock, &t->clock);
+    if (s->slot < 0) return;
+    sim_session_lock();
+    s->clock.at[s->slot] = ++session->clocks[s->slot].tick;
+    sim_session_unlock();
+}
+
+/* ---- counters ---- */
+
+static struct shadow_counter *counter_of(zcu_ptr address, bool make) {
+    const struct hostreg *h = sim_registered((void *)address, 8);
+    struct shadow_counter key = {.dev = h->ino ? h->dev : (uint64_t)sim_self().pid, .ino = h->ino,
+                                 .offset = h->ino ? h->offset + (address - (zcu_ptr)h->base) : address};
+    for (uint32_t i = 0; i < session->counters_used; i++) {
+        struct shadow_counter *c = &session->counters[i];
+        if (c->dev == key.dev && c->ino == key.ino && c->offset == key.offset) return c;
+    }
+    if (!make) return NULL;
+    /* A full table begins anew at its end: the last one's order is forgotten, and a wait on it is then taken for a wait on a CPU. */
+    uint32_t at = session->counters_used < SESSION_COUNTERS ? session->counters_used++ : SESSION_COUNTERS - 1;
+    session->counters[at] = key;
+    return &session->counters[at];
+}
+
+void hb_posted(struct stream *s, zcu_ptr address, uint64_t value) {
+    sim_session_lock();
+    struct shadow_counter *c = counter_of(address, true);
+    hb_join(&c->clock, &s->clock);
+    hb_join(&session->host, &s->clock);
+    c->value = value;
+    sim_session_unlock();
+}
+
+void hb_awaited(struct stream *s, zcu_ptr address, uint64_t value) {
+    sim_session_lock();
+    struct shadow_counter *c = counter_of(address, false);
+    if (c) hb_join(&s->clock, &c->clock);
+    if (!c || c->value != value) hb_join(&s->clock, &session->host); /* a CPU stored it */
+    sim_session_unlock();
+}
+
+/* ---- allocations ---- */
+
+static const char *const kind_names[] = {"read", "write", "un-import", "allocation", "free"};
+
+static void report(const struct shadow *w, const struct shadow_access *a, const struct shadow_access *b, const char *why) {
+    session->races++;
+    fprintf(stderr, "simcuda: RACE: %s of [%llu, +%llu) at %s of allocation [%llu, +%llu) of pool %llx%s%s\n", kind_names[b->kind],
+            (unsigned long long)b->offset, (unsigned long long)b->n, why, (unsigned long long)w->offset, (unsigned long long)w->n,
+            (unsigned long long)w->pool, a ? " by stream slot " : "", a ? kind_names[a->kind] : "");
+    if (getenv("SIMCUDA_ABORT_ON_RACE")) abort();
+}
+
+static struct shadow *shadow_of(uint64_t pool, uint64_t offset) {
+    for (uint32_t i = 0; i < session->shadows_used; i++) {
+        struct shadow *w = &session->shadows[i];
+        if (w->pool == pool && offset >= w->offset && offset - w->offset < w->n) return w;
+    }
+    return NULL;
+}
+
+static bool ordered(const struct stream *s, const struct shadow_access *a) {
+    if (a->tick <= s->clock.at[a->slot] || a->tick <= session->clocks[a->slot].floor) return true;
+    return session->clocks[a->slot].owner.pid != sim_self().pid && sim_dead(session->clocks[a->slot].owner);
+}
+
+static bool conflict(const struct shadow_access *a, const struct shadow_access *b) {
+    if (a->offset >= b->offset + b->n || b->offset >= a->offset + a->n) return false;
+    if (a->kind >= ACCESS_CREATE || b->kind >= ACCESS_CREATE) return true;
+    if (a->kind == ACCESS_UNIMPORT || b->kind == ACCESS_UNIMPORT) return false;
+    return a->kind == ACCESS_WRITE || b->kind == ACCESS_WRITE;
+}
+
+static void remember(struct shadow *w, const struct shadow_access *b) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < w->count; i++) { /* what the same stream did to the same bytes before adds nothing */
+        struct shadow_access *a = &w->access[i];
+        bool same = a->slot == b->slot && a->offset == b->offset && a->n == b->n;
+        if (same && (a->kind == b->kind || b->kind == ACCESS_WRITE) && a->kind < ACCESS_CREATE) continue;
+        w->access[kept++] = *a;
+    }
+    w->count = kept;
+    for (uint32_t i = 0; w->count == SESSION_ACCESSES && i < w->count; i++) /* full: forget what every host knows to be over */
+        if (w->access[i].tick <= session->host.at[w->access[i].slot]) w->access[i] = w->access[--w->count];
+    if (w->count == SESSION_ACCESSES) w->count--;
+    w->access[w->count++] = *b;
+}
+
+static void touch(struct stream *s, struct shadow *w, uint64_t offset, uint64_t n, enum access_kind kind) {
+    struct shadow_access b = {offset, n, (uint32_t)s->slot, s->clock.at[s->slot], kind};
+    for (uint32_t i = 0; i < w->count; i++) {
+        const struct shadow_access *a = &w->access[i];
+        if (a->kind == ACCESS_FREE) {
+            report(w, a, &b, "freed memory");
+            break;
+        }
+        if (conflict(a, &b) && !ordered(s, a)) {
+            report(w, a, &b, "nothing orders it behind another's use");
+            break;
+        }
+    }
+    remember(w, &b);
+}
+
+void hb_access(struct stream *s, zcu_ptr p, uint64_t n, bool write) {
+    const struct pool *pool = sim_pool_of(p);
+    if (!pool || s->slot < 0) return;
+    uint64_t offset = p - (zcu_ptr)pool->base;
+    sim_session_lock();
+    struct shadow *w = shadow_of(pool->id, offset);
+    if (w) touch(s, w, offset, n, write ? ACCESS_WRITE : ACCESS_READ);
+    sim_session_unlock();
+}
+
+static void forget(uint64_t pool, uint64_t offset, uint64_t n) {
+    for (uint32_t i = 0; i < session->shadows_used; i++) {
+        struct shadow *w = &session->shadows[i];
+        if (w->pool == pool && w->offset < offset + n && offset < w->offset + w->n) w->pool = 0;
+    }
+    while (session->shadows_used && !session->shadows[session->shadows_used - 1].pool) session->shadows_used--;
+}
+
+void hb_created(struct stream *s, const struct op *op) {
+    if (s->slot < 0) return;
+    sim_session_lock();
+    forget(op->pool->id, op->dst, op->n);
+    struct shadow *w = NULL;
+    for (uint32_t i = 0; i < session->shadows_used && !w; i++)
+        if (!session->shadows[i].pool) w = &session->shadows[i];
+    if (!w && session->shadows_used < SESSION_SHADOWS) w = &session->shadows[session->shadows_used++];
+    if (w) {
+        memset(w, 0, sizeof *w);
+        w->pool = op->pool->id;
+        w->offset = op->dst;
+        w->n = op->n;
+        w->id = op->value;
+        touch(s, w, op->dst, op->n, ACCESS_CREATE);
+    }
+    sim_session_unlock();
+}
+
+void hb_freed(struct stream *s, const struct op *op) {
+    if (s->slot < 0) return;
+    sim_session_lock();
+    struct shadow *w = shadow_of(op->pool->id, op->dst);
+    if (w) {
+        touch(s, w, op->dst, op->n, ACCESS_FREE);
+        for (int i = 0; i < SESSION_SHADOW_IMPORTERS; i++)
+            if (w->importers[i].count && !sim_dead(w->importers[i].process)) {
+                struct shadow_access b = {op->dst, op->n, (uint32_t)s->slot, 0, ACCESS_FREE};
+                report(w, NULL, &b, "still imported by another process: address");
+            }
+    }
+    sim_session_unlock();
+}
+
+void hb_imported(const struct pool *p, uint64_t offset, uint64_t serial) {
+    sim_session_lock();
+    struct shadow *w = shadow_of(p->id, offset);
+    if (w && w->id != serial) w = NULL; /* of the allocation before it, whose free is still to come */
+    for (int i = 0; w && i < SESSION_SHADOW_IMPORTERS; i++) {
+        bool mine = w->importers[i].process.pid == sim_self().pid;
+        if (!mine && w->importers[i].count && !sim_dead(w->importers[i].process)) continue;
+        if (!mine) w->importers[i].count = 0;
+        w->importers[i].process = sim_self();
+        w->importers[i].count++;
+        break;
+    }
+    sim_session_unlock();
+}
+
+void hb_unimported(struct stream *s, const struct op *op) {
+    sim_session_lock();
+    struct shadow *w = shadow_of(op->pool->id, op->dst);
+    if (w && w->id != op->value) w = NULL;
+    for (int i = 0; w && i < SESSION_SHADOW_IMPORTERS; i++)
+        if (w->importers[i].process.pid == sim_self().pid && w->importers[i].count) w->importers[i].count--;
+    if (w && s->slot >= 0) touch(s, w, op->dst, op->n, ACCESS_UNIMPORT);
+    sim_session_unlock();
+}
+
+void hb_pool_gone(const struct pool *p) {
+    sim_session_lock();
+    forget(p->id, 0, p->chunks * SIM_CHUNK);
+    sim_session_unlock();
+}
+
+/* ---- for tests only ---- */
+
+/* Races seen in the session so far, by any of its processes. */
+SIM_EXPORT long simcuda_races(void);
+long simcuda_races(void) { return session ? (long)session->races : 0; }

@@ -1,0 +1,61 @@
+/* session.h: the layout of the session file. Only session.c and hb.c look inside. */
+#ifndef SIM_SESSION_H
+#define SIM_SESSION_H
+
+#include "sim.h"
+
+#define SESSION_MAGIC 0x31616475636d6973ull
+#define SESSION_PROCESSES 512
+#define SESSION_POOLS 1024
+#define SESSION_IMPORTERS 32
+#define SESSION_EVENTS 1024
+#define SESSION_COUNTERS 1024
+#define SESSION_SHADOWS 4096
+#define SESSION_ACCESSES 48
+#define SESSION_SHADOW_IMPORTERS 8
+
+struct process_charge { struct process_id owner; uint64_t bytes[SIM_DEVICES]; };
+
+struct pool_charge {
+    uint64_t id;             /* 0: free */
+    int device;
+    struct process_id owner;
+    uint64_t bytes;
+    bool destroyed;
+    struct process_id importers[SESSION_IMPORTERS];
+};
+
+/* A counter that streams post: what is ordered before its present value. */
+struct shadow_counter { uint64_t dev, ino, offset, value; struct clock clock; };
+
+enum access_kind { ACCESS_READ, ACCESS_WRITE, ACCESS_UNIMPORT, ACCESS_CREATE, ACCESS_FREE };
+
+/* One access to an allocation: [offset, offset + n) of the pool, at tick `tick` of clock `slot`. */
+struct shadow_access { uint64_t offset, n; uint32_t slot, tick; enum access_kind kind; };
+
+/* What was done to one allocation since it was made, and who has it imported. */
+struct shadow {
+    uint64_t pool, offset, n; /* pool 0: not in use */
+    uint64_t id;              /* the owner's buffer id */
+    uint32_t count;
+    struct shadow_access access[SESSION_ACCESSES];
+    struct { struct process_id process; uint32_t count; } importers[SESSION_SHADOW_IMPORTERS];
+};
+
+struct session {
+    uint64_t magic;
+    pthread_mutex_t lock;
+    struct process_charge processes[SESSION_PROCESSES];
+    struct pool_charge pools[SESSION_POOLS];
+    uint64_t event_generation;
+    struct event_slot events[SESSION_EVENTS];
+    uint64_t races;
+    struct clock host;       /* what some host thread of some process knows to be complete */
+    struct { struct process_id owner; uint32_t tick, floor; bool taken; } clocks[SIM_SLOTS];
+    struct shadow_counter counters[SESSION_COUNTERS];
+    uint32_t counters_used, shadows_used;
+    struct shadow shadows[SESSION_SHADOWS];
+};
+extern struct session *session;
+
+#endif
