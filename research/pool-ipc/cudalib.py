@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import resource
 import signal
 import socket
 import subprocess
@@ -662,6 +663,7 @@ def run(file: str, doc: str, experiment, roles: dict, *, verdict: str, deadline:
     arguments: a function that adds the script's own options to the parser."""
     if len(sys.argv) > 4 and sys.argv[1] == "--role":
         options.device = int(sys.argv[4])
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         roles[sys.argv[2]](socket.socket(fileno=int(sys.argv[3]))).serve()
         os._exit(0)
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,

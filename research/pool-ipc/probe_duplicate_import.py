@@ -43,7 +43,6 @@ def experiment(report: Report) -> None:
     with Child("worker") as worker:
         worker.ask("open", fds=(fd,))
         first = worker.ask("import", key="first", blob=blob)["address"]
-        worker.ask("import", key="neighbour", blob=cu.blob(neighbour).hex())
         try:
             second = worker.ask("import", key="second", blob=blob)["address"]
         except CudaError as error:
@@ -54,6 +53,12 @@ def experiment(report: Report) -> None:
         answer = worker.ask("code", key="first")
         report.step("first free unmaps both", answer["code"] != 0,
                     f"a read through the other import -> {cu.error_name(answer['code'])}, {answer['bytes']}", **answer)
+
+    with Child("worker") as worker:
+        worker.ask("open", fds=(fd,))
+        worker.ask("import", key="one", blob=blob)
+        worker.ask("import", key="neighbour", blob=cu.blob(neighbour).hex())
+        worker.ask("free", key="one")
         answer = worker.ask("code", key="neighbour")
         report.step("neighbour in the chunk", answer["code"] == 0 and answer["bytes"] == "22" * 4,
                     f"an allocation of the same 32 MiB chunk still reads {answer['bytes']}", **answer)

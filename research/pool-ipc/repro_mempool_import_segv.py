@@ -21,6 +21,7 @@ import datetime
 import json
 import os
 import platform
+import resource
 import signal
 import socket
 import subprocess
@@ -137,8 +138,9 @@ class Driver:
         self("cuMemFreeAsync", address, self.stream)
         self.sync()
 
-    def fill(self, address: int, byte: int, size: int) -> None:
-        self("cuMemsetD8Async", address, ctypes.c_ubyte(byte), size, self.stream)
+    def mark_end(self, address: int, byte: int, size: int) -> None:
+        """The last MiB: what the importer looks at."""
+        self("cuMemsetD8Async", address + size - MIB, ctypes.c_ubyte(byte), MIB, self.stream)
         self.sync()
 
 
@@ -181,6 +183,7 @@ def longest_run(low: int, high: int) -> dict:
 
 def importer(connection: socket.socket, ordinal: int) -> None:
     """One request, one answer; the death on the way is the finding."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     packet, fds, _, _ = socket.recv_fds(connection, 1 << 16, 4)
     request = json.loads(packet)
     cu = Driver(ordinal)
@@ -324,7 +327,7 @@ def one_import(report: Report, cu: Driver, mib: int, straddle: bool, number: int
     try:
         address, padding, blob = place(cu, pool, size, straddle)
         byte = 0x20 + number
-        cu.fill(address, byte, size)
+        cu.mark_end(address, byte, size)
         inside = offset_of(blob) % CHUNK
         count = (inside + size + CHUNK - 1) // CHUNK
         answer = ask({"kind": "pool", "parts": [[blob.hex(), size]], "look": True}, fd, cu.ordinal)
@@ -353,11 +356,11 @@ def windows(report: Report, cu: Driver, mib: int) -> dict:
     pool, fd = cu.new_pool()
     try:
         address, _, blob = place(cu, pool, size, False)
-        cu.fill(address, 0x77, size)
         parts, at = [], 0
         while at < size:
             start = offset_of(blob) + at
             span = min(size - at, SOUND * CHUNK - start % CHUNK)
+            cu.mark_end(address + at, 0x77, span)
             parts.append([(blob[:24] + start.to_bytes(8, "little") + span.to_bytes(8, "little") + blob[40:]).hex(), span])
             at += span
         answer = ask({"kind": "pool", "parts": parts, "look": False}, fd, cu.ordinal)
@@ -379,7 +382,7 @@ def vmm(report: Report, cu: Driver, mib: int) -> dict:
     cu("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
     cu("cuMemMap", address.value, size, 0, handle.value, 0)
     cu("cuMemSetAccess", address.value, size, ctypes.byref(AccessDesc(1, cu.ordinal, 3)), 1)
-    cu.fill(address.value, 0x66, size)
+    cu.mark_end(address.value, 0x66, size)
     cu("cuMemExportToShareableHandle", ctypes.byref(fd), handle.value, POSIX_FD, 0)
     answer = ask({"kind": "vmm", "size": size}, fd.value, cu.ordinal)
     os.close(fd.value)

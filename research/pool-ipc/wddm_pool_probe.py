@@ -567,16 +567,16 @@ class Probe:
         if not self.attributes["64-bit stream memory operations"]:
             raise Refused("stream memory operations", 801, "the device says that it has none of 64 bits")
         name = f"zcx-probe-{os.getpid()}"
-        words, device = self.cu.page(name)
-        with self.peer() as peer:
-            try:
+        try:
+            words, device = self.cu.page(name)
+            with self.peer() as peer:
                 peer.ask("counters", name=name)
-            finally:
-                SYSTEM.forget_page(name)
-            early = words[8]
-            self.cu("cuStreamWriteValue64", self.cu.stream, device, 1, 0)
-            self.cu("cuStreamWaitValue64", self.cu.stream, device + 64, 2, 0)
-            drained = self.cu.drained(5)
+                early = words[8]
+                self.cu("cuStreamWriteValue64", self.cu.stream, device, 1, 0)
+                self.cu("cuStreamWaitValue64", self.cu.stream, device + 64, 2, 0)
+                drained = self.cu.drained(5)
+        finally:
+            SYSTEM.forget_page(name)
         return early == 0 and drained and words[8] == 2, f"held until we posted ({early == 0}), then it posted and our stream went on ({drained})"
 
     def fence(self) -> tuple[bool, str]:
