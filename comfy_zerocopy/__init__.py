@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         UnsupportedType,
         WorkerDied,
     )
-    from .parent import Worker, empty, handle, register
+    from .parent import Worker, empty
+    from .tree import handle, register
 
 __version__ = "0.1.0"
 
@@ -35,7 +36,8 @@ _ERRORS = (
 )
 _HOME = {
     **dict.fromkeys(("install", "status", "reclaim", "Status"), "_install"),
-    **dict.fromkeys(("Worker", "register", "handle", "empty"), "parent"),
+    **dict.fromkeys(("Worker", "empty"), "parent"),
+    **dict.fromkeys(("register", "handle"), "tree"),
     **dict.fromkeys(_ERRORS, "errors"),
 }
 

@@ -58,14 +58,14 @@ class Status:
 
     def __str__(self) -> str:
         """The log line."""
-        line = f"comfy_zerocopy {self.version}: {self.mode} {self.state}" if self.mode != self.state else \
-            f"comfy_zerocopy {self.version}: {self.state}"
+        line = f"comfy_zerocopy {self.version}: mode {self.mode}"
         if self.state == "on":
-            shared = [f"cuda:{d['ordinal']} {d['name']}" for d in self.devices if not d["why"]]
-            line += f" on {', '.join(shared)}; GPU tensors are shared up to {self.limit}"
+            line += " on " + ", ".join(f"cuda:{d['ordinal']} {d['name']}" for d in self.devices if not d["why"])
+            line += f"; GPU tensors are shared up to {self.limit}"
             line += "".join(f"; cuda:{d['ordinal']} is not: {d['why']}" for d in self.devices if d["why"])
-        elif self.reason:
-            line += f": {self.reason}"
+        else:
+            line += f", {self.state}" if self.state != "off" else ""
+            line += f": {self.reason}" if self.reason else ""
         return line + "".join(f"; {p}" for p in self.problems)
 
 

@@ -35,7 +35,8 @@ _found: tuple[Verdict, ModuleType | None] | None = None
 def _how_to_build() -> str:
     root = _FOLDER.parent
     if (root / "setup.py").is_file() and (root / "csrc").is_dir():
-        return f'Run: "{sys.executable}" -m pip install "{root}"'
+        # Editable, because this very folder is what was imported: a copy elsewhere might stay hidden behind it.
+        return f'Run: "{sys.executable}" -m pip install -e "{root}"'
     return f'Reinstall it: "{sys.executable}" -m pip install --force-reinstall comfy-zerocopy'
 
 
@@ -64,8 +65,9 @@ def _look() -> tuple[Verdict, ModuleType | None]:
         module = importlib.import_module(f"{__package__}._zcx")
     except ImportError as error:
         return _why_missing(error), None
-    if module.__version__ != __version__:
-        return Verdict(False, f"The extension is of version {module.__version__}, the package of {__version__}.",
+    version = getattr(module, "__version__", "unknown")
+    if version != __version__:
+        return Verdict(False, f"The extension is of version {version}, the package of {__version__}.",
                        _how_to_build()), None
     return Verdict(True, f"The extension is loaded ({module.ABI}).", ""), module
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import struct
 import sys
+import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ def _driver(touch: bool) -> Iterator[Finding]:
     version = found["version"]
     yield Finding("driver", "ok", f"CUDA {version // 1000}.{version % 1000 // 10}, {found['path']}")
     for d in found["devices"]:
-        name = f"cuda:{d['ordinal']} {d['name']}, {_size(d['total_bytes'])}, GPU-{d['uuid']}"
+        name = f"cuda:{d['ordinal']} {d['name']}, {_size(d['total_bytes'])}, GPU-{uuid.UUID(d['uuid'])}"
         if not (d["pools"] and d["posix_fd_pools"]):
             yield Finding("gpu", "note", f"{name}: no memory pools that can be exported, so its tensors cross through host "
                                          "memory.", "vGPU profiles and some MIG or Jetson set-ups lack them.")

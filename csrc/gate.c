@@ -203,7 +203,7 @@ static int register_counters(const struct zcx_driver *d, struct zcx_gate *g, int
 
 static int register_locked(const struct zcx_driver *d, struct zcx_gate *g, int ordinal, struct zcx_err *err) {
     struct device *device;
-    enum mode mode;
+    enum mode mode = COUNTERS; /* decide() sets it; gcc at -O2 cannot see that */
     int rc;
 
     if (g->devices[ordinal]) return 0;

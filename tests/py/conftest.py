@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 
@@ -14,6 +15,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FAKES = pathlib.Path(__file__).resolve().parent / "fakes"
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def absent(what: str) -> NoReturn:
+    """Skip for want of something that a user's machine may lack; in CI, which has it all, fail."""
+    if os.environ.get("CI"):
+        pytest.fail(f"CI must not do without: {what}")
+    pytest.skip(what)
 
 
 @pytest.fixture

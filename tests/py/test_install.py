@@ -8,7 +8,8 @@ import pathlib
 import zipfile
 
 import pytest
-from conftest import FAKES, ROOT, Run
+import cbuild
+from conftest import FAKES, ROOT, Run, absent
 
 PATH = (FAKES, ROOT)
 START = """
@@ -43,13 +44,13 @@ def test_swap_waits_for_torch(case) -> None:
 s = zcx.install("swap")
 assert (s.mode, s.state, s.source) == ("swap", "armed", "argument"), s
 assert fake_zcx.calls == [] and "torch" not in sys.modules and len(hooks()) == 1
-assert lines() == ["INFO comfy_zerocopy 0.1.0: swap armed: waits for the import of torch"], lines()
+assert lines() == ["INFO comfy_zerocopy 0.1.0: mode swap, armed: waits for the import of torch"], lines()
 os.environ["CUDA_VISIBLE_DEVICES"] = "3"     # the host sets it after the prestartup scripts
 import torch
 assert fake_zcx.seen == {"CUDA_VISIBLE_DEVICES": "3"}
 assert fake_zcx.calls == ["driver", "Pool(0)", "make_current(0)"], fake_zcx.calls
 assert hooks() == [] and "exec_module" not in vars(torch.__loader__)
-assert len(lines()) == 2 and "swap on cuda:0 Fake 0" in lines()[1].replace("swap on on", "swap on") and "4096 MiB" in lines()[1], lines()
+assert len(lines()) == 2 and "mode swap on cuda:0 Fake 0" in lines()[1] and "4096 MiB" in lines()[1], lines()
 s = zcx.status()
 assert (s.state, s.reason, s.driver, s.limit) == ("on", "", "13.0", "4096 MiB")
 assert s.devices[0]["name"] == "Fake 0" and s.rungs["pool"] == "inputs and results up to 4096 MiB"
@@ -501,3 +502,91 @@ import comfy_zerocopy
 assert not {"dataclasses", "logging", "concurrent.futures", "numpy", "torch", "comfy_zerocopy._zcx"} & set(sys.modules)
 assert set(comfy_zerocopy.__all__) <= set(dir(comfy_zerocopy))
 """, flags=("-S",))
+
+
+# ---- the real extension on the simulated driver ----
+
+@pytest.fixture
+def real(run: Run):
+    """As `case`, with the extension that is built in this folder, a driver library of its own, and only torch faked."""
+    if not list((ROOT / "comfy_zerocopy").glob("_zcx*.so")):
+        absent("the extension is not built in this folder (pip install -e .)")
+
+    def go(code: str, **env: str) -> None:
+        run(START.replace("import fake_zcx\nfake_zcx.put()\n", "") + code, path=PATH,
+            env={"ZCX_LIBCUDA": str(cbuild.simcuda()), "SIMCUDA_DEVICES": "3", **env})
+
+    return go
+
+
+def test_real_swap_sees_the_devices_that_were_chosen_late(real) -> None:
+    real("""
+assert zcx.install("swap").state == "armed"
+os.environ["CUDA_VISIBLE_DEVICES"] = "2,0"
+import torch
+s = zcx.status()
+assert s.state == "on" and s.driver == "13.0" and [d["ordinal"] for d in s.devices] == [0, 1], s
+from comfy_zerocopy import _zcx
+from comfy_zerocopy._install import pool_for
+assert pool_for(0).is_current() and pool_for(1).is_current() and pool_for(0).uuid == s.devices[0]["uuid"]
+assert len({d["uuid"] for d in s.devices}) == 2
+pool = pool_for(1)
+at = pool.alloc(8 << 20, 0)
+assert _zcx.pointer(at)["pool"] == pool.handle and pool.usage()["used"] >= 8 << 20
+assert zcx.status().bytes["held"] >= 8 << 20
+pool.free(at, 0)
+""")
+
+
+def test_real_results_mode_puts_back_what_was_current(real) -> None:
+    real("""
+import torch
+assert zcx.install("results").state == "on"
+from comfy_zerocopy._install import pool_for, results_pool
+for ordinal in range(3):
+    with results_pool(ordinal) as pool:
+        assert pool.is_current() and pool.ordinal == ordinal
+        for other in range(3):
+            assert pool_for(other).is_current() == (other == ordinal)
+    assert not pool.is_current()
+assert zcx.install("swap").state == "on" and all(pool_for(i).is_current() for i in range(3))
+pools = [pool_for(i) for i in range(3)]
+assert zcx.install("off").state == "off" and not any(p.is_current() for p in pools)
+""")
+
+
+@pytest.mark.parametrize(("env", "words"), [
+    ({"SIMCUDA_ATTRIBUTES": "119=0"}, "no visible GPU has memory pools"),
+    ({"SIMCUDA_ATTRIBUTES": "115=0"}, "no visible GPU has memory pools"),
+    ({"CUDA_VISIBLE_DEVICES": ""}, "host memory"),
+    ({"ZCX_LIBCUDA": "/nowhere/libcuda.so.1"}, "/nowhere/libcuda.so.1"),
+    ({"SIMCUDA_HIDE": "cuMemPoolExportPointer"}, "cuMemPoolExportPointer"),
+    ({"SIMCUDA_FAIL": "cuMemPoolCreate:1:2+"}, "CUDA_ERROR_OUT_OF_MEMORY"),
+    ({"SIMCUDA_FAIL": "cuDeviceSetMemPool:1:801+"}, "CUDA_ERROR_NOT_SUPPORTED"),
+])
+def test_real_refusals_say_why(real, env: dict[str, str], words: str) -> None:
+    real(f"""
+zcx.install("swap")
+import torch
+s = zcx.status()
+assert s.state == "refused" and {words!r} in s.reason and "Workers still run" in s.reason, s
+assert len(lines()) == 2 and lines()[1].startswith("WARNING")
+""", **env)
+
+
+def test_real_fork(real) -> None:
+    real("""
+import torch
+zcx.install("swap")
+pid = os.fork()
+if pid == 0:
+    import gc
+    from comfy_zerocopy import _install
+    good = zcx.status().state == "refused" and zcx.install("swap").state == "refused" and _install.pool_for(0) is None
+    gc.collect()
+    os._exit(0 if good else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+from comfy_zerocopy._install import pool_for
+assert zcx.status().state == "on" and pool_for(0).is_current()
+pool_for(0).free(pool_for(0).alloc(1 << 20, 0), 0)
+""")
