@@ -132,7 +132,6 @@ static int execute(PyObject *module) {
         return -1;
     }
     Py_DECREF(protocol);
-    if (PyModule_AddStringConstant(module, "__version__", ZCX_VERSION)) return -1; /* setup.py sets it */
     if (PyModule_AddStringConstant(module, "__version__", ZCX_VERSION)) return -1;
 #ifdef Py_LIMITED_API
     if (PyModule_AddStringConstant(module, "ABI", "abi3")) return -1;
