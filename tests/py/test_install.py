@@ -8,8 +8,9 @@ import pathlib
 import zipfile
 
 import pytest
-import cbuild
 from conftest import FAKES, ROOT, Run, absent
+
+import cbuild
 
 PATH = (FAKES, ROOT)
 START = """
