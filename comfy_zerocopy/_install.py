@@ -324,28 +324,49 @@ def pool_for(ordinal: int) -> Any:
         return _here.pool(ordinal) if _here.state == "on" else None
 
 
-@contextlib.contextmanager
-def results_pool(ordinal: int) -> Iterator[Any]:
-    """While it is open, the calling thread's stream-ordered allocations on that device come from the pool it yields.
+def shareable_pool(ordinal: int) -> Any:
+    """The same pool whatever the mode: for memory that was asked for as shareable, and to tell what a tensor came from.
 
-    Yields None, and changes nothing, where there is no pool or the device's pool cannot be changed now (the calling thread
-    captures a graph). Other threads' allocations in that time land in our pool too, which does no harm."""
-    pool = pool_for(ordinal)
+    Opens the driver. Error where there is none; None for a device that has no such pool."""
+    from .errors import Error
+
+    with _here.lock:
+        if not _here.devices:
+            try:
+                _here.check_machine()
+                _here.open_driver()
+            except _Refused as refused:
+                raise Error(str(refused)) from None
+        return _here.pool(ordinal)
+
+
+@contextlib.contextmanager
+def current_pool(pool: Any) -> Iterator[Any]:
+    """While it is open, the calling thread's stream-ordered allocations on the pool's device come from it.
+
+    Yields None, and changes nothing, for None or where the device's pool cannot be changed now (the calling thread captures a
+    graph). Other threads' allocations in that time land in our pool too, which does no harm."""
     if pool is None:
         yield None
         return
     failure = _native.zcx().Failure
     # One thread at a time: two that interleave would put back each other's pool.
-    with _here.gates[ordinal]:
+    with _here.gates[pool.ordinal]:
+        used = pool
         try:
             previous = None if pool.is_current() else pool.make_current()
         except failure:
-            pool = previous = None
+            used = previous = None
         try:
-            yield pool
+            yield used
         finally:
             if previous is not None:
                 try:
                     pool.restore(previous)
                 except failure as error:
-                    _log.warning("comfy_zerocopy: the pool of cuda:%d stays current: %s", ordinal, _say(error))
+                    _log.warning("comfy_zerocopy: the pool of cuda:%d stays current: %s", pool.ordinal, _say(error))
+
+
+def results_pool(ordinal: int) -> contextlib.AbstractContextManager[Any]:
+    """current_pool() of the device's pool where the mode has one, else nothing."""
+    return current_pool(pool_for(ordinal))

@@ -65,6 +65,9 @@ def _look() -> tuple[Verdict, ModuleType | None]:
         module = importlib.import_module(f"{__package__}._zcx")
     except ImportError as error:
         return _why_missing(error), None
+    # An editable installation answers for whatever another copy of the package lacks.
+    if pathlib.Path(getattr(module, "__file__", None) or _FOLDER / "_zcx").resolve().parent != _FOLDER:
+        return _why_missing(ImportError(f"{module.__file__} belongs to another copy of the package")), None
     version = getattr(module, "__version__", "unknown")
     if version != __version__:
         return Verdict(False, f"The extension is of version {version}, the package of {__version__}.",

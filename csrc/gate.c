@@ -184,21 +184,19 @@ static int decide(const struct zcx_driver *d, struct zcx_gate *g, enum mode *out
 }
 
 static int register_counters(const struct zcx_driver *d, struct zcx_gate *g, int ordinal, zcu_ptr *page, struct zcx_err *err) {
-    int can, rc, first = !g->registered;
+    int can, rc;
 
     rc = can_count(d, ordinal, &can, err);
     if (rc) return rc;
     if (!can) return zcx_fail(err, ZCX_E_UNFIT, "device %d has no 64-bit stream memory operations, which the gate uses here", ordinal);
-    if (first) {
+    if (!g->registered) {
         rc = zcx_cu(err, "cuMemHostRegister", d->MemHostRegister(g->lines, ZCX_GATE_BYTES, ZCU_MEMHOSTREGISTER_PORTABLE |
                                                                  ZCU_MEMHOSTREGISTER_DEVICEMAP));
         if (rc) return rc;
         g->registered = 1;
         g->home = ordinal;
     }
-    rc = zcx_cu(err, "cuMemHostGetDevicePointer", d->MemHostGetDevicePointer(page, g->lines, 0));
-    if (rc && first && d->MemHostUnregister(g->lines) == ZCU_SUCCESS) g->registered = 0;
-    return rc;
+    return zcx_cu(err, "cuMemHostGetDevicePointer", d->MemHostGetDevicePointer(page, g->lines, 0));
 }
 
 static int register_locked(const struct zcx_driver *d, struct zcx_gate *g, int ordinal, struct zcx_err *err) {

@@ -6,6 +6,8 @@
 
 #include "codec.h"
 
+#include <errno.h>
+
 /* ---- encode ---- */
 
 struct step { PyObject *key; Py_ssize_t index; enum { INDEX, VALUE, MEMBER } kind; };
@@ -37,7 +39,8 @@ static int refuse(struct encoder *e, const char *kind, PyObject *what) {
 static int wrote(struct encoder *e, int r, PyObject *o) {
     if (!r) return 0;
     if (r == -ZCX_E_LIMIT) return refuse(e, "size", (PyObject *)Py_TYPE(o));
-    PyErr_NoMemory();
+    if (r == -ENOMEM) PyErr_NoMemory();
+    else PyErr_SetString(PyExc_ValueError, "a hook gave a view that cannot be written");
     return -1;
 }
 

@@ -52,23 +52,20 @@ struct zcx_pool {
     _Atomic uint32_t mapped;
 };
 
-static int pool_alloc(struct zcx_pool **out, int ordinal, const zcu_uuid *uuid, struct zcx_err *err) {
+static struct zcx_pool *pool_alloc(int ordinal, const zcu_uuid *uuid) {
     struct zcx_pool *p = calloc(1, sizeof *p);
-    int rc;
 
-    if (!p) return zcx_fail(err, ENOMEM, "no memory for a pool's bookkeeping");
-    rc = pthread_mutex_init(&p->lock, NULL);
-    if (rc) {
+    if (!p) return NULL;
+    if (pthread_mutex_init(&p->lock, NULL)) {
         free(p);
-        return zcx_fail(err, rc, "no mutex for a pool");
+        return NULL;
     }
     p->refs = 1;
     p->owner = getpid();
     p->ordinal = ordinal;
     p->uuid = *uuid;
     p->fd = -1;
-    *out = p;
-    return 0;
+    return p;
 }
 
 static void pool_dealloc(struct zcx_pool *p) {
@@ -142,11 +139,14 @@ int zcx_pool_new(struct zcx_pool **out, int ordinal, struct zcx_err *err) {
     rc = zcx_cu(err, "cuDeviceGet", s.d->DeviceGet(&device, ordinal));
     if (!rc) rc = check_device(s.d, device, ordinal, err);
     if (rc) goto close_scope;
-    rc = pool_alloc(&p, ordinal, &s.d->uuid[ordinal], err);
-    if (rc) goto close_scope;
+    p = pool_alloc(ordinal, &s.d->uuid[ordinal]);
+    if (!p) {
+        rc = zcx_fail(err, ENOMEM, "no memory for a pool's bookkeeping");
+        goto close_scope;
+    }
     p->blobs = calloc(BLOBS, sizeof *p->blobs);
     if (!p->blobs) {
-        rc = zcx_fail(err, ENOMEM, "no memory for a pool's bookkeeping");
+        rc = zcx_fail(err, ENOMEM, "no memory for a pool's blobs");
         goto dealloc;
     }
     rc = zcx_cu(err, "cuMemPoolCreate", s.d->MemPoolCreate(&p->handle, &props));
@@ -375,8 +375,11 @@ int zcx_pool_import(struct zcx_pool **out, int fd, const zcu_uuid *uuid, struct 
     if (zcx_driver_find(d, uuid, &ordinal)) return 1;
     rc = zcx_scope_open(&s, ordinal, err);
     if (rc) return rc;
-    rc = pool_alloc(&p, ordinal, uuid, err);
-    if (rc) goto close_scope;
+    p = pool_alloc(ordinal, uuid);
+    if (!p) {
+        rc = zcx_fail(err, ENOMEM, "no memory for a pool's bookkeeping");
+        goto close_scope;
+    }
     rc = zcx_cu(err, "cuMemPoolImportFromShareableHandle",
                 d->MemPoolImportFromShareableHandle(&p->handle, (void *)(intptr_t)fd, ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
     if (rc) goto dealloc;

@@ -73,7 +73,7 @@ static int foreign_process(const struct zcx_shm *s) { return s->pid != getpid();
 static int fail_full(struct zcx_err *err, int code, const char *call, uint64_t nbytes) {
     return zcx_err_at(err, __FILE__, __LINE__, code, 0, call,
                       "the machine has no room for %" PRIu64 " MiB of shared memory: free memory, or give it more or swap",
-                      (nbytes >> 20) + 1);
+                      (nbytes + (1 << 20) - 1) >> 20);
 }
 
 /* Past RLIMIT_FSIZE the kernel sends SIGXFSZ, which kills whoever does not ignore it: so ask first. */

@@ -159,7 +159,6 @@ static const unsigned char *take(struct reader *r, uint64_t n) {
         if (!r->bad) r->bad = "is cut short, or a count in it is too large";
         return NULL;
     }
-    if (n == 0) return p; /* `at` may be NULL in an empty body */
     r->at += n;
     r->left -= (size_t)n;
     return p;

@@ -149,7 +149,7 @@ struct call_gate {
 
 struct zcx_parent {
     struct zcx_sock sock;
-    int control;
+    int control, gone;
     pid_t creator;
     enum zcx_session_state state;
     struct zcx_files *files;
@@ -971,9 +971,11 @@ void zcx_parent_gone(struct zcx_parent *p) {
     p->ngates = 0;
     if (p->has_msg) zcx_msg_free(&p->msg);
     p->has_msg = 0;
-    zcx_sock_close(&p->sock);
-    if (p->control >= 0) close(p->control);
-    p->control = -1;
+    /* The descriptors stay until zcx_parent_free: another thread may be about to send CANCEL, and a number that was closed
+     * here could be somebody else's file by then. */
+    zcx_sock_shutdown(&p->sock);
+    shutdown(p->control, SHUT_RDWR);
+    p->gone = 1;
     pthread_mutex_lock(&p->lock);
     for (size_t i = 0; i < p->ntransfers; i++) release_locked(p, &p->transfers[i]);
     p->ntransfers = 0;
@@ -986,7 +988,7 @@ void zcx_parent_gone(struct zcx_parent *p) {
     pthread_mutex_unlock(&p->lock);
 }
 
-int zcx_parent_idle(struct zcx_parent *p) { return p->creator != getpid() || (p->control < 0 && zcx_gate_idle(p->gate)); }
+int zcx_parent_idle(struct zcx_parent *p) { return p->creator != getpid() || (p->gone && zcx_gate_idle(p->gate)); }
 
 void zcx_parent_free(struct zcx_parent *p) {
     if (!p) return;
@@ -999,7 +1001,7 @@ void zcx_parent_free(struct zcx_parent *p) {
         pthread_mutex_destroy(&p->lock);
     }
     zcx_sock_close(&p->sock);
-    if (p->control >= 0) close(p->control);
+    close(p->control);
     free(p->outcome_bytes);
     free(p->transfers);
     free(p->released);

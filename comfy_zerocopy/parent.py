@@ -1,0 +1,934 @@
+"""The parent's side: a Worker is a process whose functions are called with tensors that do not get copied.
+
+A call lends its inputs, allocates each result when the worker asks for it, and returns when the parent's CPU has seen that the
+worker's GPU work is complete: what comes back is ordinary memory of this process. Which way a tensor crosses is chosen here,
+per tensor, by what its memory is (`_lend`), and every transfer is reported with its rung and the reason if it was a copy.
+Does not: order GPU work or free memory (the session in C does), start processes (process.py does), swap pools (_install does).
+"""
+from __future__ import annotations
+
+import atexit
+import collections
+import concurrent.futures
+import logging
+import os
+import pathlib
+import platform
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from . import __version__, _install, _native, process, tensor, tree
+from .array import Array, DeviceMemory, contiguous_strides
+from .errors import (
+    CallTimeout,
+    Cancelled,
+    CudaError,
+    Error,
+    InputModified,
+    PayloadTooLarge,
+    ProtocolError,
+    RemoteError,
+    ResultTooLarge,
+    UnsupportedPlatform,
+    UnsupportedType,
+    WorkerDied,
+)
+
+_log = logging.getLogger("comfy_zerocopy")
+_GRACE = 5.0  # seconds that a worker gets to stop after a cancel, before it is replaced
+_BYE = 5.0  # seconds that a worker gets to end by itself
+
+#: Names of the rungs, best first: what a report calls them.
+POOL, HOST = "pool", "host"
+
+
+class Transfer(NamedTuple):
+    """How one buffer crossed in the last call."""
+
+    direction: str  # "input" or "result"
+    nbytes: int
+    rung: str  # "pool" or "host"
+    copied: bool
+    reason: str  # why it was copied; empty when it was not
+
+    def __str__(self) -> str:
+        return f"{self.direction} of {self.nbytes} bytes: " + (f"copied, because {self.reason}" if self.copied else f"shared ({self.rung})")
+
+
+class Report(NamedTuple):
+    """What one call moved."""
+
+    transfers: tuple[Transfer, ...]
+
+
+class _Turn:
+    """A lock that is given in the order of asking, with a deadline, and that signals can interrupt."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held = False
+        self._queue: collections.deque[threading.Lock] = collections.deque()
+
+    def take(self, deadline: float | None) -> bool:
+        with self._lock:
+            if not self._held:
+                self._held = True
+                return True
+            mine = threading.Lock()
+            mine.acquire()
+            self._queue.append(mine)
+        try:
+            got = mine.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            if not self._leave(mine):
+                self.give()
+            raise
+        return got or not self._leave(mine)
+
+    def _leave(self, mine: threading.Lock) -> bool:
+        """Out of the queue; False: the turn was given to it in the meantime."""
+        with self._lock:
+            if mine in self._queue:
+                self._queue.remove(mine)
+                return True
+        return False
+
+    def give(self) -> None:
+        with self._lock:
+            if self._queue:
+                self._queue.popleft().release()
+            else:
+                self._held = False
+
+
+class _Session:
+    """A started worker: process, session, handles. Replaced as a whole when it dies."""
+
+    def __init__(self, owner: Worker) -> None:
+        self.busy = threading.Lock()  # held by the thread that drives the session; the keeper releases nothing under it
+        self.handles: tree.Handles | None = None
+        self.parent: Any = None
+        self.process = process.Process([owner._target], python=owner._python, env=owner._env, cwd=owner._cwd, name=owner.name,
+                                       on_gone=self._gone)
+        with _all_lock:
+            _all.add(self)
+        with self.busy:
+            z = _native.zcx()
+            try:
+                self.parent = z.Parent(self.process.sock, self.process.control, self.process.pidfd)
+            except BaseException:
+                self.process.kill()
+                raise
+            self.handles = tree.Handles("p", f"worker {owner.name}", self.parent.drop_handle)
+
+    def usable(self) -> bool:
+        parent = self.parent
+        return not self.process.exited.is_set() and parent is not None and parent.state == "idle"
+
+    def _gone(self) -> None:
+        """Keeper's thread: nothing can touch what was lent any more. A caller that still drives the session leaves first."""
+        if self.parent is not None:
+            self.parent.shutdown()
+        if not self.busy.acquire(blocking=False):
+            process.keeper().later(0.005, self._gone)
+            return
+        try:
+            if self.handles is not None:
+                self.handles.close()
+            if self.parent is not None:
+                self.parent.gone()
+        finally:
+            self.busy.release()
+        self.process.release()
+        with _all_lock:
+            _all.discard(self)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """A stream of ours may still have READY to post into the session's page: it stays mapped until then."""
+        if self.parent is None or self.parent.idle():
+            self.parent = None
+        else:
+            process.keeper().later(0.05, self._let_go)
+
+
+class Worker:
+    """A worker process. Starts with the first call, and again with the next call after it died.
+
+    target: a module's name, or the path of a .py file, that uses comfy_zerocopy.worker.expose.
+    python: the interpreter, 3.10 or newer (default: this one); it needs nothing installed, the package is lent to it.
+    env: changes to the environment (None removes a variable). cwd: its working directory. name: for logs.
+    timeout: seconds for each call that names none; None: no limit. It covers waiting for the worker's turn and its start.
+    max_result_bytes: all results of one call together; None: what the machine can hold.
+    on_progress: called as on_progress(done, total, message) in the calling thread.
+
+    Raises UnsupportedPlatform where workers cannot run. Calls may come from any thread; they are taken in order, one at a
+    time. A context manager: leaving it closes the worker."""
+
+    def __init__(self, target: str | os.PathLike[str], *, python: str | os.PathLike[str] | None = None,
+                 env: Mapping[str, str | None] | None = None, cwd: str | os.PathLike[str] | None = None, name: str | None = None,
+                 timeout: float | None = None, max_result_bytes: int | None = None,
+                 on_progress: Callable[[float, float, str], Any] | None = None) -> None:
+        _native.require()
+        target = os.fspath(target)
+        if target.endswith(".py"):
+            target = os.path.abspath(target)  # the worker may have another working directory
+        if max_result_bytes is not None and max_result_bytes < 0:
+            raise ValueError("max_result_bytes is a number of bytes")
+        self._target = target
+        self._python = os.fspath(python) if python is not None else None
+        self._env, self._cwd = dict(env or {}), os.fspath(cwd) if cwd is not None else None
+        self.name = name or pathlib.Path(target).stem
+        self._timeout, self._max_result_bytes, self._on_progress = timeout, max_result_bytes, on_progress
+        self._turn = _Turn()
+        self._box: list[_Session | None] = [None]
+        # A worker that is dropped without close() does not keep its process.
+        weakref.finalize(self, _abandon, self._box).atexit = False
+        self._closed = False
+        self._queue: _Queue | None = None
+        self._queue_lock = threading.Lock()
+        self._refused: dict[tuple[int, int], str] = {}
+        self.last_report = Report(())
+
+    # ---- life ----
+
+    @property
+    def _session(self) -> _Session | None:
+        return self._box[0]
+
+    @_session.setter
+    def _session(self, session: _Session | None) -> None:
+        self._box[0] = session
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<comfy_zerocopy.Worker {self.name!r} {'closed' if self._closed else f'pid {self.pid}' if self.alive else 'not running'}>"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now, else None."""
+        s = self._session
+        return s.process.pid if s is not None and not s.process.exited.is_set() else None
+
+    @property
+    def alive(self) -> bool:
+        """Does the process run now? A worker that was not called yet has none."""
+        return self.pid is not None
+
+    def status(self) -> dict[str, Any]:
+        """name, pid, alive, state, and what the session holds: counts and bytes."""
+        s = self._session
+        found: dict[str, Any] = {"name": self.name, "pid": self.pid, "alive": self.alive, "state": "closed" if self._closed else "not started"}
+        if s is not None and s.parent is not None:
+            found["state"] = s.parent.state if self.alive else "dead"
+            found.update(s.parent.stats())
+            found["handles"] = len(s.handles or ())
+            found["refused_pools"] = {str(k[0]): v for k, v in self._refused.items()}
+        return found
+
+    def close(self) -> None:
+        """Let the running call end, say goodbye, and end the process. Idempotent; a later call is an error."""
+        self._closed = True
+        if self._queue is not None:
+            self._queue.close()
+        self._turn.take(None)
+        try:
+            s, self._session = self._session, None
+            if s is not None:
+                _end(s)
+        finally:
+            self._turn.give()
+
+    def kill(self) -> None:
+        """End the process at once. A call that runs raises WorkerDied; the next call starts a new process."""
+        s = self._session
+        if s is not None:
+            s.process.kill()
+
+    # ---- calls ----
+
+    def call(self, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Run the worker's exposed function and return what it returns: tensors are ordinary ones of this process.
+
+        Raises RemoteError (the function raised), WorkerDied, CallTimeout, Cancelled, UnsupportedType, PayloadTooLarge,
+        InputModified, ResultTooLarge, ProtocolError, CudaError; torch.cuda.OutOfMemoryError or MemoryError for a lack of
+        memory on either side. `timeout` (seconds) replaces the worker's own."""
+        return self._call(function, args, kwargs, timeout, tensor.current_streams(), None)
+
+    def submit(self, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """call() in the background. GPU inputs are read when the work that is queued *now* on this thread's current streams is
+        done. cancel() reaches the worker while it runs. Futures of one worker run in the order of submission."""
+        with self._queue_lock:
+            if self._queue is None:
+                self._queue = _Queue(self)
+            return self._queue.put(function, args, kwargs, timeout, tensor.current_streams())
+
+    def _call(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None, streams: dict[int, Any],
+              running: _Running | None) -> Any:
+        if not isinstance(function, str):
+            raise TypeError(f"the function is named by a str, not by {type(function).__qualname__}")
+        timeout = self._timeout if timeout is None else timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._turn.take(deadline):
+            raise CallTimeout(f"{self.name}.{function}: the worker was busy with other calls for {timeout} s")
+        try:
+            if self._closed:
+                raise Error(f"worker {self.name} is closed: make another one")
+            session = self._started(deadline, timeout)
+            call = _Call(self, session, function, streams, deadline, timeout)
+            if running is not None:
+                running.bind(call)
+            return call.run(args, kwargs)
+        finally:
+            self._turn.give()
+
+    def _started(self, deadline: float | None, timeout: float | None) -> _Session:
+        """Holding the turn: the running session, or a new one."""
+        s = self._session
+        if s is not None and s.usable():
+            return s
+        if s is not None:
+            self._session = None
+            s.process.kill()
+        self._refused.clear()
+        try:
+            s = _Session(self)
+        except OSError as error:
+            raise WorkerDied(f"worker {self.name} cannot be started: {error}", state="starting") from error
+        try:
+            with s.busy:
+                s.parent.hello(__version__, platform.python_version())
+                event = s.parent.run(_ns(deadline), lambda event: None)
+        except _native.zcx().Failure as failure:
+            raise _died(self, s, failure, "starting") from None
+        except BaseException:
+            s.process.kill()
+            raise
+        if event is None:
+            s.process.kill()
+            raise CallTimeout(f"worker {self.name} did not start within {timeout} s")
+        if event[0] != "started":
+            s.process.wait(_BYE)
+            s.process.kill()
+            kind, message, text, _ = _error_tree(event[1], s)
+            raise RemoteError(kind, f"worker {self.name}: importing {self._target} failed: {message}", text)
+        self._session = s
+        return s
+
+
+
+def _ns(deadline: float | None) -> int | None:
+    """time.monotonic() seconds as the core's nanoseconds: both are CLOCK_MONOTONIC."""
+    return None if deadline is None else int(deadline * 1e9)
+
+
+_all: set[_Session] = set()
+_all_lock = threading.Lock()
+
+
+def _abandon(box: list[_Session | None]) -> None:
+    if box[0] is not None:
+        box[0].process.kill()
+
+
+def _end(s: _Session) -> None:
+    if not s.process.exited.is_set():
+        with s.busy:
+            if s.parent is not None:
+                s.parent.bye()
+        if not s.process.wait(_BYE):
+            s.process.kill()
+            s.process.wait(_BYE)
+
+
+def _died(owner: Worker, s: _Session, failure: Any, state: str) -> Exception:
+    """The session is of no more use: make sure that the process ends, and say what is known."""
+    z = _native.zcx()
+    if failure.code == z.E_DIED:
+        s.process.wait(1.0)  # its end of the socket closes a moment before it can be reaped
+    s.process.kill()
+    s.process.wait(_BYE)
+    known = s.process.describe()
+    if owner._session is s:
+        owner._session = None
+    if known["exit_status"] == process.UNFIT and state == "starting":
+        why = known["stderr"][-1] if known["stderr"] else "its environment cannot run a worker"
+        return UnsupportedPlatform(f"worker {owner.name}: {why}")
+    if failure.code == z.E_PROTOCOL:
+        return ProtocolError(f"worker {owner.name}: {failure}; it was ended")
+    if failure.code not in (z.E_DIED, z.E_PROTOCOL):
+        return _failed(failure)
+    text = str(failure)
+    detail = f": {text}" if text.startswith("its work on the GPU") else ""
+    return WorkerDied(f"worker {owner.name} (pid {known['pid']}) died{detail}", state=state, **known)
+
+
+def _failed(failure: Any) -> Exception:
+    """A Failure that is neither the worker's death nor its fault."""
+    z = _native.zcx()
+    if failure.code == z.E_CUDA:
+        if failure.cuda == 2:
+            return _out_of_memory(str(failure))
+        return CudaError(failure.call, failure.cuda, failure.name)
+    if failure.code == 12:  # ENOMEM
+        return MemoryError(str(failure))
+    return Error(str(failure))
+
+
+def _out_of_memory(message: str, device: bool = True) -> Exception:
+    torch = tensor.loaded("torch")
+    return torch.cuda.OutOfMemoryError(message) if device and torch is not None else MemoryError(message)
+
+
+def _error_tree(data: bytes, s: _Session) -> tuple[str, str, str, dict[str, Any]]:
+    try:
+        kind, message, text, detail = tree.decode(data, _no_view, None)
+        return str(kind), str(message), str(text), dict(detail)
+    except Exception as error:  # it is the other process's text; an error about an error helps nobody
+        return "Error", f"(an unreadable error: {error})", "", {}
+
+
+def _no_view(*_: Any) -> Any:
+    raise tree.Foul("a tensor where none can be")
+
+
+class _Call:
+    """One call: the plan, the answers to what comes on the way, and the decoding of what came back."""
+
+    def __init__(self, owner: Worker, session: _Session, function: str, streams: dict[int, Any], deadline: float | None, timeout: float | None) -> None:
+        self.owner, self.session, self.parent = owner, session, session.parent
+        self.function, self.streams, self.deadline, self.timeout = function, streams, deadline, timeout
+        self.seq = 0
+        self.transfers: list[Transfer] = []
+        self.inputs: dict[int, tuple[tensor.Memory, list[tuple[tensor.Look, Any]]]] = {}  # by transfer id
+        self.results: dict[int, tensor.Memory] = {}
+        self.avoid: dict[int, str] = {}  # index of a look: why it must take the host rung
+        self.wanted_cancel = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        encoder = tree.Encoder((self.function, args, kwargs), "call", self.session.handles)
+        first = encoder.collect()
+        with self.session.busy:
+            return self._run(encoder, first)
+
+    def _run(self, encoder: tree.Encoder, first: bytes) -> Any:
+        try:
+            while True:
+                outcome = self._attempt(encoder, first)
+                if outcome is not None:
+                    return self._finish(outcome)
+                self.parent.end()
+        except _native.zcx().Failure as failure:
+            if self.parent.state == "broken":
+                raise _died(self.owner, self.session, failure, "running") from None
+            raise _failed(failure) from None
+        finally:
+            self.parent.end()
+            self.owner.last_report = Report(tuple(self.transfers))
+            if self.parent.state == "broken":
+                self.session.process.kill()
+
+    def _attempt(self, encoder: tree.Encoder, first: bytes) -> tuple[Any, ...] | None:
+        """Lend, send, wait. None: the worker refused a buffer, and another rung is to be tried."""
+        self.transfers, self.inputs, self.results = [], {}, {}
+        self.seq = self.parent.begin(self.owner._max_result_bytes)
+        if self.wanted_cancel:
+            raise Cancelled(f"{self.owner.name}.{self.function} was cancelled before it ran")
+        indices: dict[int, list[int]] = {}  # transfer id: looks
+        data = first
+        if encoder.looks:
+            self._lend(encoder, indices)
+            data = encoder.write()
+        if not self.parent.send(data, _ns(self.deadline)):
+            raise CallTimeout(f"{self.owner.name}.{self.function}: the worker did not take the call within {self.timeout} s")
+        outcome = self._wait()
+        if outcome[0] == "import_refused":
+            for index in indices.get(outcome[1], ()):
+                self.avoid[index] = f"the worker cannot import it: {outcome[2]}"
+            if not indices.get(outcome[1]):
+                raise Error(f"the worker cannot map its input: {outcome[2]}")
+            return None
+        return outcome
+
+    # ---- inputs ----
+
+    def _lend(self, encoder: tree.Encoder, indices: dict[int, list[int]]) -> None:
+        """Choose a rung for each group of tensors that share bytes, lend it, and tell the encoder where the views are."""
+        copies: list[tuple[tensor.Group, Any, str]] = []
+        for g in tensor.group(encoder.looks):
+            owner = encoder.looks[g.members[0]].owner
+            why = next((self.avoid[m] for m in g.members if m in self.avoid), "")
+            number = None
+            if g.device is not None and not why:
+                number, why = self._lend_device(g, owner)
+            elif g.device is None and not why:
+                number = self.parent.lend_shared(g.low, g.high - g.low, owner)
+                why = "" if number is not None else "it is ordinary memory of this process"
+            if number is None:
+                copies.append((g, owner, why))
+                continue
+            self._lent(encoder, indices, g, number, owner)
+            self.transfers.append(Transfer("input", g.high - g.low, HOST if g.device is None else POOL, False, ""))
+        if copies:
+            self._lend_copies(encoder, indices, copies)
+
+    def _lend_device(self, g: tensor.Group, owner: Any) -> tuple[int | None, str]:
+        """(transfer id, "") or (None, why not)."""
+        z = _native.zcx()
+        assert g.device is not None
+        info = z.pointer(g.low)
+        try:
+            pool = _install.shareable_pool(g.device)
+        except (Error, z.Failure) as failure:
+            return None, str(failure)
+        if pool is None or info["pool"] != pool.handle:
+            return None, _why_not_shareable(info, pool)
+        index, why = self._offer(pool)
+        if index is None:
+            return None, why
+        try:
+            return self.parent.lend_pool(index, g.low, g.high - g.low, self._stream(g.device), owner), ""
+        except z.Failure as failure:
+            if failure.code == z.E_UNFIT and "captured" not in str(failure):
+                return None, str(failure)
+            raise
+
+    def _stream(self, ordinal: int) -> int:
+        stream = self.streams.get(ordinal)
+        return tensor.current_stream(ordinal) if stream is None else stream.cuda_stream
+
+    def _offer(self, pool: Any) -> tuple[int | None, str]:
+        """The pool's index in this session once the worker has opened it; or why it has not."""
+        key = (pool.ordinal, self.session.process.pid)
+        if key in self.owner._refused:
+            return None, self.owner._refused[key]
+        index, accepted = self.parent.offer(pool)
+        if accepted is None:
+            event = self._until("pool")
+            if event[2]:
+                self.owner._refused[key] = event[3]
+                _log.info("comfy_zerocopy: worker %s takes no GPU memory of cuda:%d: %s", self.owner.name, pool.ordinal, event[3])
+                return None, event[3]
+        elif not accepted:
+            return None, self.owner._refused.get(key, "the worker refused the pool")
+        return index, ""
+
+    def _lent(self, encoder: tree.Encoder, indices: dict[int, list[int]], g: tensor.Group, number: int, owner: Any) -> None:
+        indices[number] = g.members
+        memory = tensor.Memory(owner, g.low, g.high - g.low, g.device)
+        self.inputs[number] = (memory, [(encoder.looks[m], encoder.objects[m]) for m in g.members])
+        for m in g.members:
+            encoder.views[m] = (number, encoder.looks[m].address - g.low)
+
+    def _lend_copies(self, encoder: tree.Encoder, indices: dict[int, list[int]], copies: list[tuple[tensor.Group, Any, str]]) -> None:
+        """Host memory is copied into one segment; a GPU tensor for which no device rung works goes down to the host first."""
+        sources, staged = [], []
+        for g, owner, why in copies:
+            address = g.low
+            if g.device is not None:
+                down = _download(g, self._stream(g.device))
+                staged.append(down)
+                address = down.address
+            sources.append((address, g.high - g.low, 0))
+        for (g, owner, why), number in zip(copies, self.parent.lend_copies(sources)):
+            self._lent(encoder, indices, g, number, owner)
+            self.transfers.append(Transfer("input", g.high - g.low, HOST, True, why))
+            for m in g.members:
+                if g.device is not None:
+                    encoder.wrap[m] = ("zcx.to_device", (tree.Placed(encoder.view(m)), tree.uuid_of(g.device)))
+                else:
+                    encoder.wrap.pop(m, None)
+
+    # ---- waiting ----
+
+    def _until(self, kind: str) -> tuple[Any, ...]:
+        event = self.parent.run(_ns(self.deadline), self._on_event)
+        if event is None:
+            raise CallTimeout(f"{self.owner.name}.{self.function}: no answer within {self.timeout} s")
+        if event[0] != kind:
+            raise ProtocolError(f"worker {self.owner.name} answered {event[0]!r} where {kind!r} was due")
+        return event
+
+    def _wait(self) -> tuple[Any, ...]:
+        """RESULT, ERROR or IMPORT_REFUSED. A deadline, Ctrl-C or an error of our own stops the worker's call first."""
+        try:
+            event = self.parent.run(_ns(self.deadline), self._on_event)
+        except BaseException:
+            if self.parent.state != "broken":
+                self._stop()
+            raise
+        if event is not None:
+            return event
+        late = CallTimeout(f"{self.owner.name}.{self.function} did not end within {self.timeout} s")
+        replaced = self._stop()
+        if replaced:
+            raise CallTimeout(f"{late}, nor within {_GRACE} s after it was cancelled: the worker was ended, and the next call starts another")
+        raise late
+
+    def _stop(self) -> bool:
+        """Cancel in the worker and wait for its answer, at most the grace; True: it had to be ended."""
+        try:
+            self.parent.cancel(self.seq)
+            if self.parent.run(_ns(time.monotonic() + _GRACE), self._on_event_late) is not None:
+                return False
+        except Exception:  # it died meanwhile: the caller gets what stopped the call
+            pass
+        self.session.process.kill()
+        self.parent.shutdown()
+        return True
+
+    def cancel(self) -> None:
+        """From another thread."""
+        self.wanted_cancel = True
+        if self.seq:
+            try:
+                self.parent.cancel(self.seq)
+            except _native.zcx().Failure:
+                pass  # it is over
+
+    def _on_event(self, event: tuple[Any, ...]) -> None:
+        kind = event[0]
+        if kind == "alloc":
+            self._allocate(*event[1:])
+        elif kind == "handle_drop":
+            self.session.handles.forget(event[1])
+        elif kind == "progress" and self.owner._on_progress is not None:
+            self.owner._on_progress(*event[1:])
+
+    def _on_event_late(self, event: tuple[Any, ...]) -> None:
+        if event[0] == "alloc":
+            self.parent.refuse(event[1], _native.zcx().REFUSED_MEMORY, "the call was cancelled")
+        elif event[0] == "handle_drop":
+            self.session.handles.forget(event[1])
+
+    # ---- results ----
+
+    def _allocate(self, request: int, uuid: str, dtype: str, itemsize: int, nbytes: int, shape: tuple[int, ...]) -> None:
+        """A device result: memory of this process's, from the device's pool, on the caller's stream."""
+        z = _native.zcx()
+        ordinal = tree.ordinal_of(uuid)
+        if ordinal is None:
+            self.parent.refuse(request, z.REFUSED_RUNG, "the parent does not see this GPU (CUDA_VISIBLE_DEVICES)")
+            return
+        try:
+            pool = _install.pool_for(ordinal) if tensor.loaded("torch") else _install.shareable_pool(ordinal)
+            if pool is None:
+                self.parent.refuse(request, z.REFUSED_RUNG, _why_no_pool(ordinal))
+                return
+            index, why = self._offer(pool)
+            if index is None:
+                self.parent.refuse(request, z.REFUSED_RUNG, why)
+                return
+            owner, address = allocate(ordinal, nbytes, pool, self.streams.get(ordinal))
+            if z.pointer(address)["pool"] != pool.handle:
+                self.parent.refuse(request, z.REFUSED_RUNG, "another pool was made current on the device")
+                return
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            self.parent.refuse(request, z.REFUSED_MEMORY, str(error).split("\n")[0])
+            return
+        try:
+            self.parent.allocated(request, index, address, nbytes, self._stream(ordinal), owner)
+        except z.Failure as failure:
+            if self.parent.state == "broken":
+                raise
+            self.parent.refuse(request, z.REFUSED_RUNG, str(failure))
+
+    def _finish(self, outcome: tuple[Any, ...]) -> Any:
+        z = _native.zcx()
+        if outcome[0] == "error":
+            raise self._remote(outcome[1], outcome[2])
+        try:
+            value, notes = tree.decode(outcome[1], self._view, self.session.handles, {"zcx.to_device": self._upload})
+            if not isinstance(notes, dict):
+                raise tree.Foul("notes that are not a dict")
+        except tree.Foul as foul:
+            raise self._foul(str(foul)) from None
+        except z.Failure as failure:
+            if failure.code != z.E_PROTOCOL:
+                raise
+            raise self._foul(str(failure)) from None
+        except tensor.Unfit as unfit:
+            raise UnsupportedType(f"the result of {self.owner.name}.{self.function} holds {unfit}") from None
+        except (ValueError, TypeError) as error:
+            if isinstance(error, Error):
+                raise
+            raise self._foul(f"a malformed result: {error}") from None
+        for number, memory in self.results.items():
+            note = notes.get(number)
+            self.transfers.append(Transfer("result", memory.nbytes, HOST if memory.device is None else POOL, note is not None, str(note or "")))
+        return value
+
+    def _foul(self, text: str) -> Exception:
+        """What came back cannot be right: such a worker is not called again."""
+        self.session.process.kill()
+        self.owner._session = None
+        return ProtocolError(f"worker {self.owner.name}: {text}; it was ended")
+
+    def _view(self, number: int, offset: int, lib: int, flags: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        if not number:
+            if 0 not in shape:
+                raise tree.Foul("a tensor without a buffer")
+            return tensor.build_empty(lib, dtype, shape)
+        itemsize = tensor.itemsize_of(dtype)
+        wanted = tensor.Look(lib, dtype, itemsize, shape, strides, flags, 0, 0, 0, None, None)
+        known = self.inputs.get(number)
+        memory = known[0] if known is not None else self._result(number)
+        if not tensor.fits(wanted, memory.nbytes, offset):
+            raise tree.Foul("a tensor that reaches outside its buffer")
+        if known is not None:
+            for l, o in known[1]:
+                if (l.address - memory.address, l.lib, l.flags, l.dtype, l.shape, l.strides) == (offset, lib, flags, dtype, shape, strides):
+                    return o  # the caller's own object comes back
+        return memory.build(lib, offset, dtype, shape, strides, flags)
+
+    def _result(self, number: int) -> tensor.Memory:
+        memory = self.results.get(number)
+        if memory is None:
+            lent = self.parent.lent(number)
+            if lent is None or not lent[1]:
+                raise tree.Foul("a tensor in a buffer that this call did not lend")
+            nbytes, _, device, owner, _, address = lent
+            if device:
+                memory = tensor.Memory(owner, address, nbytes, _ordinal_of_owner(owner))
+            else:
+                buffer = self.parent.take(number)
+                memory = tensor.Memory(buffer, buffer.address, nbytes, None)
+            self.results[number] = memory
+        return memory
+
+    def _upload(self, payload: Any) -> Any:
+        """A GPU result that had to come through host memory."""
+        host, uuid = payload
+        ordinal = tree.ordinal_of(uuid)
+        torch = tensor.loaded("torch")
+        if ordinal is None or torch is None:
+            return host
+        return host.to(f"cuda:{ordinal}")
+
+    def _remote(self, code: int, data: bytes) -> Exception:
+        z = _native.zcx()
+        kind, message, text, detail = _error_tree(data, self.session)
+        place = f"{self.owner.name}.{self.function}"
+        if code == z.FAILED_CANCELLED:
+            return Cancelled(f"{place} was cancelled")
+        if code == z.FAILED_MODIFIED:
+            return InputModified(f"{place}: {message}")
+        if code == z.FAILED_TOO_LARGE:
+            return ResultTooLarge(f"{place}: {message}")
+        if code == z.FAILED_MEMORY:
+            return _out_of_memory(f"{place}, in the worker: {message}\n\n{text}", "cuda" in kind.lower())
+        if "unsupported" in detail:
+            return UnsupportedType(f"in what {place} returned: {message}")
+        if "payload" in detail:
+            return PayloadTooLarge(f"{place}: {message}")
+        return RemoteError(kind, message, text)
+
+
+def _ordinal_of_owner(owner: Any) -> int:
+    return owner.pool.ordinal if isinstance(owner, DeviceMemory) else owner.device.index
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    torch = tensor.loaded("torch")
+    return isinstance(error, MemoryError) or getattr(error, "cuda", 0) == 2 or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError))
+
+
+def _why_no_pool(ordinal: int) -> str:
+    status = _install.status()
+    return status.reason or next((d["why"] for d in status.devices if d["ordinal"] == ordinal), "") or f"mode {status.mode} shares no GPU memory"
+
+
+def _why_not_shareable(info: dict[str, Any], pool: Any) -> str:
+    if pool is None:
+        return "this GPU has no pool that can be exported"
+    if info["pool"]:
+        mode = _install.status().mode
+        return ("it was allocated before the pools were swapped" if mode == "swap"
+                else f"in mode {mode} tensors are not allocated from a pool that can be exported: COMFY_ZEROCOPY=swap does that")
+    return "torch's native allocator made it; sharing that is not supported yet"
+
+
+def _download(g: tensor.Group, stream: int) -> tensor.Memory:
+    """A GPU tensor's bytes in host memory. The CPU has to wait for them: there is no other way to copy from here."""
+    nbytes = g.high - g.low
+    data = bytearray(nbytes)
+    import ctypes
+
+    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    z = _native.zcx()
+    z.device_copy(g.device, stream, "d", address, g.low, nbytes)
+    z.synchronize(g.device, stream)
+    return tensor.Memory(data, address, nbytes, None)
+
+
+def allocate(ordinal: int, nbytes: int, pool: Any, stream: Any) -> tuple[Any, int]:
+    """`nbytes` of the pool's memory as this process's libraries would have it: a torch tensor where torch is, else ours."""
+    torch = tensor.loaded("torch")
+    if torch is None:
+        memory = DeviceMemory(pool, nbytes)
+        return memory, memory.address
+    with torch.cuda.stream(stream) if stream is not None else torch.cuda.device(ordinal), _install.current_pool(pool):
+        t = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
+    return t, t.data_ptr()
+
+
+def empty(shape: Any, dtype: Any = "float32", device: Any = "cuda") -> Any:
+    """An uninitialised GPU tensor that crosses without a copy, in every mode: allocated from a pool that can be exported.
+
+    shape: ints; dtype: a name, a torch.dtype or a numpy dtype; device: a CUDA device. With torch loaded it is an ordinary
+    torch tensor (its cudaMallocAsync backend is needed), else an Array. CPU tensors need no such thing.
+    Raises ValueError for the CPU, Error where the device has no such pool, out-of-memory errors."""
+    name, _ = tensor.dtype_name(dtype)
+    shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    ordinal = tensor.device_index(device)
+    if ordinal is None:
+        raise ValueError("zcx.empty() is for GPU tensors; a CPU tensor crosses as it is")
+    itemsize = tensor.itemsize_of(name)
+    nbytes = itemsize
+    for n in shape:
+        if n < 0:
+            raise ValueError(f"shape {shape} has a negative dimension")
+        nbytes *= n
+    if not nbytes:
+        return tensor.build_empty(tensor.TORCH, name, shape, ordinal)
+    z = _native.zcx()
+    try:
+        pool = _install.shareable_pool(ordinal)
+        if pool is None:
+            raise Error(f"cuda:{ordinal} has no pool that can be exported")
+        owner, address = allocate(ordinal, nbytes, pool, None)
+        if z.pointer(address)["pool"] != pool.handle:
+            raise Error("torch did not take the memory from the shareable pool: its allocator backend must be cudaMallocAsync")
+    except z.Failure as failure:
+        raise _failed(failure) from None
+    memory = tensor.Memory(owner, address, nbytes, ordinal)
+    return memory.build(tensor.TORCH, 0, name, shape, contiguous_strides(shape, itemsize), 0)
+
+
+# ---- submit ----
+
+
+class _Running(concurrent.futures.Future):  # type: ignore[type-arg]
+    """A future whose cancel() reaches a call that runs: it then ends with Cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._call: _Call | None = None
+        self._wanted = False
+
+    def bind(self, call: _Call) -> None:
+        self._call = call
+        if self._wanted:
+            call.wanted_cancel = True
+
+    def cancel(self) -> bool:
+        """True: it will not run, or was asked to stop; False: it is over."""
+        if super().cancel():
+            return True
+        if self.done():
+            return False
+        self._wanted = True
+        if self._call is not None:
+            self._call.cancel()
+        return True
+
+
+class _Queue:
+    """One thread per worker that runs submitted calls in their order."""
+
+    def __init__(self, owner: Worker) -> None:
+        self._owner = weakref.ref(owner)
+        self._name = owner.name
+        self._items: collections.deque[tuple[Any, ...] | None] = collections.deque()
+        self._there = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=f"comfy_zerocopy {owner.name}", daemon=True)
+        self._thread.start()
+
+    def put(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None, streams: dict[int, Any]) -> _Running:
+        future = _Running()
+        self._items.append((future, function, args, kwargs, timeout, streams))
+        self._there.release()
+        return future
+
+    def close(self) -> None:
+        """Calls that are still queued are cancelled; the thread ends."""
+        for item in list(self._items):
+            if item is not None:
+                item[0].cancel()
+        self._items.append(None)
+        self._there.release()
+
+    def _run(self) -> None:
+        while True:
+            self._there.acquire()
+            item = self._items.popleft()
+            owner = self._owner()
+            if item is None or owner is None:
+                return
+            future, function, args, kwargs, timeout, streams = item
+            del item
+            if future.set_running_or_notify_cancel():
+                try:
+                    value = owner._call(function, args, kwargs, timeout, streams, future)
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(value)
+                    del value
+            del owner, future, args, kwargs, streams
+
+
+# ---- the process's whole ----
+
+
+def counters() -> dict[str, int]:
+    """Sums over the workers of this process."""
+    total: dict[str, int] = {"workers": 0}
+    with _all_lock:
+        sessions = list(_all)
+    for s in sessions:
+        total["workers"] += not s.process.exited.is_set()
+        parent = s.parent
+        for key, n in (parent.stats() if parent is not None else {}).items():
+            total[key] = total.get(key, 0) + n
+    return total
+
+
+def reclaim() -> int:
+    """Give back host memory that is kept warm for the next result; bytes."""
+    with _all_lock:
+        sessions = list(_all)
+    return sum(s.parent.reclaim() for s in sessions if s.parent is not None)
+
+
+def _at_exit() -> None:
+    """The process ends: workers end with it, quietly, and before modules are torn down."""
+    with _all_lock:
+        sessions = list(_all)
+    for s in sessions:
+        s.process.kill()
+    for s in sessions:
+        s.process.wait(_BYE)
+
+
+atexit.register(_at_exit)
+
+
+def _forked() -> None:
+    # The workers are the parent's: its sockets and memory are left alone here.
+    global _all, _all_lock
+    _all, _all_lock = set(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)

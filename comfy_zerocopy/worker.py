@@ -1,0 +1,458 @@
+"""The worker's side: functions that the parent may call, and results made in the parent's memory.
+
+    from comfy_zerocopy.worker import expose, empty, progress, cancelled
+
+    @expose
+    def invert(image):
+        out = empty(image.shape, dtype=image.dtype, device=image.device)   # the parent allocates; filled in place
+        out[...] = 1 - image
+        return {"image": out}
+
+Works in an environment with nothing installed: then tensors are comfy_zerocopy's own `Array`. One call runs at a time, in the
+main thread. Does not: choose rungs or own memory; the parent does.
+"""
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import inspect
+import os
+import pathlib
+import platform
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from . import __version__, tensor, tree
+from ._native import zcx
+from .array import contiguous_strides
+from .errors import Cancelled, Error, InputModified, PayloadTooLarge, ResultTooLarge, UnsupportedType
+from .tree import handle, register
+
+__all__ = ["cancelled", "empty", "empty_like", "expose", "handle", "progress", "register"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_exposed: dict[str, Callable[..., Any]] = {}
+_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # tells the main thread of a cancel
+
+
+def expose(function: _F) -> _F:
+    """Let the parent call this function by its name. Outside a worker it changes nothing."""
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"{function.__qualname__} is a generator or coroutine function: return a list or a plain value")
+    _exposed[function.__name__] = function
+    return function
+
+
+def cancelled() -> bool:
+    """Was the call that runs now cancelled? For loops in threads, which the exception does not reach. Any thread."""
+    return _here is not None and _here.is_cancelled()
+
+
+def progress(done: float, total: float = 0.0, message: str = "") -> None:
+    """Tell the parent how far this call is; it reaches `on_progress`. Never blocks: dropped while the parent does not read."""
+    if _here is not None:
+        _here.session.progress(float(done), float(total), str(message))
+
+
+def empty(shape: Any, dtype: Any = "float32", device: Any = None) -> Any:
+    """An uninitialised tensor in memory that the parent allocated; returned, it is the parent's without a copy.
+
+    shape: a sequence of ints, or an int. dtype: a name such as "float32", a torch.dtype or a numpy dtype. device: None or "cpu";
+    "cuda", "cuda:1", a torch.device or an ordinal of this process. Made as a torch tensor where torch is loaded (and dtype is
+    not numpy's), else a numpy array where numpy is, else comfy_zerocopy.array.Array.
+
+    Raises ResultTooLarge above the parent's max_result_bytes, MemoryError (torch.cuda.OutOfMemoryError for a GPU) when the
+    parent has no room, Error outside a call. Where the parent cannot share GPU memory the tensor is this process's own, and
+    the report of the call says that it was copied. Outside a worker it is an ordinary one."""
+    name, lib = tensor.dtype_name(dtype)
+    shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    if any(n < 0 for n in shape):
+        raise ValueError(f"shape {shape} has a negative dimension")
+    ordinal = tensor.device_index(device)
+    lib = lib or (tensor.TORCH if tensor.loaded("torch") else tensor.NUMPY)
+    return _allocate(lib, name, shape, ordinal)
+
+
+def empty_like(o: Any) -> Any:
+    """empty() with the shape, dtype, device and library of a tensor or array."""
+    found = tensor.look(o)
+    if found is None:
+        raise TypeError(f"{type(o).__qualname__} is no tensor or array")
+    return _allocate(found.lib, found.dtype, found.shape, found.device)
+
+
+def _allocate(lib: int, dtype: str, shape: tuple[int, ...], device: int | None) -> Any:
+    itemsize = tensor.itemsize_of(dtype)
+    count = 1
+    for n in shape:
+        count *= n
+    if count * itemsize >= 1 << 63:
+        raise ResultTooLarge(f"a result of shape {shape} and dtype {dtype} has {count * itemsize} bytes: nothing holds that")
+    if count == 0:
+        return tensor.build_empty(lib, dtype, shape, device)
+    if _here is None:
+        return _own(lib, dtype, shape, count * itemsize, device)
+    memory, why = _here.allocate(dtype, shape, count * itemsize, itemsize, device)
+    if memory is None:
+        _here.own_results = why
+        return _own(lib, dtype, shape, count * itemsize, device)
+    return memory.build(lib, 0, dtype, shape, contiguous_strides(shape, itemsize), 0)
+
+
+def _own(lib: int, dtype: str, shape: tuple[int, ...], nbytes: int, device: int | None) -> Any:
+    """Memory of this process."""
+    if lib == tensor.TORCH and tensor._has("torch"):
+        torch = tensor.need("torch", "a tensor")
+        return torch.empty(shape, dtype=tensor.torch_dtype(torch, dtype), device="cpu" if device is None else f"cuda:{device}")
+    if device is not None:
+        raise Error("the parent cannot share this GPU's memory, and without torch this process cannot allocate any")
+    data = bytearray(nbytes)
+    import ctypes
+
+    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    return tensor.Memory(data, address, nbytes, None).build(lib, 0, dtype, shape, contiguous_strides(shape, nbytes // max(1, _count(shape))), 0)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n
+
+
+# ---- the process ----
+
+
+class _Gone(Exception):
+    """The parent is gone, or this process's GPU context is: nothing is left to do here."""
+
+
+class _Worker:
+    def __init__(self, session: Any, watch: Any) -> None:
+        self.session, self.watch = session, watch
+        self.handles = tree.Handles("w", "the parent", session.drop_handle)
+        self.seq = 0  # of the call that runs now; 0: none
+        self.running = False  # user code is on the main thread's stack: a cancel may raise there
+        self.memories: dict[int, tensor.Memory] = {}  # by transfer id, of the call that runs now
+        self.versions: list[tuple[Any, int]] = []  # device inputs and their version when they came
+        self.own_results = ""  # why empty() gave this process's own memory
+        self.lock = threading.Lock()
+
+    def is_cancelled(self) -> bool:
+        return bool(self.seq) and self.watch.cancelled == self.seq
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.running and self.is_cancelled():
+            self.running = False
+            raise Cancelled("the parent cancelled this call")
+
+    # ---- allocation ----
+
+    def allocate(self, dtype: str, shape: tuple[int, ...], nbytes: int, itemsize: int, device: int | None) -> tuple[tensor.Memory | None, str]:
+        """The parent's memory; or None and why the parent cannot give any that this process can use."""
+        if device is None:
+            what = (0, b"\0" * 16, "uint8", 1, (nbytes,))
+        else:
+            uuid = tree.uuid_of(device)
+            if uuid is None:
+                raise Error(f"there is no device cuda:{device} in this worker")
+            what = (1, bytes.fromhex(uuid), dtype, itemsize, shape)
+        got = self.session.alloc(what, tensor.current_stream)
+        z = zcx()
+        if isinstance(got, tuple):
+            code, reason = got
+            if code == z.REFUSED_TOO_LARGE:
+                raise ResultTooLarge(reason)
+            if code == z.REFUSED_MEMORY:
+                raise _out_of_memory(reason, device)
+            return None, reason
+        memory = tensor.Memory(got, got.address, got.nbytes, got.device)
+        with self.lock:
+            self.memories[got.id] = memory
+        return memory, ""
+
+    # ---- one call ----
+
+    def call(self, seq: int, buffers: bytes, data: bytes) -> None:
+        self.seq, self.own_results = seq, ""
+        z = zcx()
+        kind, code, transfer, body = z.ERROR, z.FAILED_EXCEPTION, 0, b""
+        kept: list[Any] = []  # handles in the result, until it is sent
+        try:
+            try:
+                imports = self.session.open(buffers, tensor.current_stream)
+            except z.Failure as failure:
+                if failure.code == z.E_UNFIT and hasattr(failure, "transfer"):
+                    kind, transfer, body = z.IMPORT_REFUSED, failure.transfer, str(failure).encode()[:4000]
+                    return
+                raise
+            self.memories = {i: tensor.Memory(o, o.address, o.nbytes, o.device) for i, o in imports.items()}
+            del imports
+            body = self._run(data, kept)
+            kind, code = z.RESULT, 0
+        except BaseException as error:
+            code, body = self._failure(error)
+            del error
+        finally:
+            self.running = False
+            self._settle()
+            try:
+                self.session.finish(kind, code, transfer, body)
+            except z.Failure as failure:
+                raise _Gone(str(failure)) from None
+            finally:
+                kept.clear()
+                self.seq = 0
+
+    def _run(self, data: bytes, kept: list[Any]) -> bytes:
+        name, args, kwargs = tree.decode(data, self._view, self.handles, {"zcx.to_device": self._to_device})
+        function = _exposed.get(name)
+        if function is None:
+            known = ", ".join(sorted(_exposed)) or "none"
+            raise Error(f"this worker exposes no function {name!r} (exposed: {known}): decorate it with @expose")
+        try:
+            self.running = True
+            if self.is_cancelled():
+                raise Cancelled("the parent cancelled this call")
+            value = function(*args, **kwargs)
+        finally:
+            self.running = False
+        if self.is_cancelled():
+            raise Cancelled("the parent cancelled this call")
+        self._check_inputs(args, kwargs)
+        del args, kwargs
+        return self._encode(value, kept)
+
+    def _view(self, number: int, offset: int, lib: int, flags: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        if not number:
+            return tensor.build_empty(lib, dtype, shape)
+        memory = self.memories[number]
+        made = memory.build(lib, offset, dtype, shape, strides, flags)
+        if memory.device is not None and hasattr(made, "_version"):
+            self.versions.append((made, made._version))
+        return made
+
+    def _to_device(self, payload: Any) -> Any:
+        """A GPU tensor that came as host bytes: upload it."""
+        host, uuid = payload
+        ordinal = tree.ordinal_of(uuid)
+        if ordinal is None:
+            raise tensor.Unfit("this tensor is on a GPU that the worker does not see (CUDA_VISIBLE_DEVICES): pass it as a CPU tensor")
+        if not tensor._has("torch"):
+            raise tensor.Unfit("this GPU tensor had to cross through host memory, and without torch the worker cannot upload it: pass it as a CPU tensor")
+        return host.to(f"cuda:{ordinal}")
+
+    def _check_inputs(self, args: Any, kwargs: Any) -> None:
+        for made, version in self.versions:
+            if made._version != version:
+                place = tree.find({"args": args, "kwargs": kwargs}, lambda o, m=made: o is m, "")
+                name = place.replace("['args']", "args", 1).replace("['kwargs']", "kwargs", 1) or "a GPU input"
+                raise InputModified(f"{name} was changed in place, and a GPU input is the parent's own memory: clone() it first, or write "
+                                    "into empty()")
+
+    def _encode(self, value: Any, kept: list[Any]) -> bytes:
+        notes: dict[int, str] = {}  # result id: why it was copied
+        encoder = tree.Encoder((value, notes), "result", self.handles)
+        first = encoder.collect()
+        kept.extend(encoder.remote)
+        if not encoder.looks:
+            return first
+        foreign: list[int] = []
+        for index, l in enumerate(encoder.looks):
+            if l.high == l.low:
+                continue
+            found = self._known(l)
+            if found is None:
+                foreign.append(index)
+            else:
+                encoder.views[index] = found
+        if foreign:
+            self._copy(encoder, foreign, notes)
+        return encoder.write()
+
+    def _known(self, l: tensor.Look) -> tuple[int, int] | None:
+        """(id, offset) if the tensor lies in a buffer of this call that may go back as it is."""
+        for number, memory in list(self.memories.items()):
+            if memory.device == l.device and memory.address <= l.low and l.high <= memory.address + memory.nbytes:
+                if not memory.owner.result and memory.owner.edited():
+                    return None  # the edit happened in a private copy: what goes back is a new result
+                return number, l.address - memory.address
+        return None
+
+    def _copy(self, encoder: tree.Encoder, foreign: list[int], notes: dict[int, str]) -> None:
+        """Tensors in this process's own memory: into buffers that the parent allocates, one for each group that shares bytes."""
+        why = self.own_results or "the worker did not make it with empty()"
+        for g in tensor.group([encoder.looks[i] for i in foreign]):
+            members = [foreign[m] for m in g.members]
+            if len(members) == 1 and not tensor.dense(encoder.looks[members[0]]):
+                index = members[0]
+                compacted = tensor.compact(encoder.looks[index])
+                l = tensor.look(compacted)
+                assert l is not None
+                encoder.looks[index] = l._replace(flags=encoder.looks[index].flags)
+                g = tensor.Group(l.low, l.high, l.device, [0])
+            nbytes = g.high - g.low
+            memory, reason = self.allocate("uint8", (nbytes,), nbytes, 1, g.device)
+            if memory is None:
+                self._through_host(encoder, members, g, reason, notes)
+                continue
+            if g.device is None:
+                zcx().copy(memory.address, g.low, nbytes)
+            else:
+                zcx().device_copy(g.device, tensor.current_stream(g.device), "x", memory.address, g.low, nbytes)
+            number = memory.owner.id
+            notes[number] = why
+            for m in members:
+                encoder.views[m] = (number, encoder.looks[m].address - g.low)
+
+    def _through_host(self, encoder: tree.Encoder, members: list[int], g: tensor.Group, reason: str, notes: dict[int, str]) -> None:
+        memory, _ = self.allocate("uint8", (g.high - g.low,), g.high - g.low, 1, None)
+        assert memory is not None and g.device is not None  # host memory is refused with an error, never with a reason
+        z, stream = zcx(), tensor.current_stream(g.device)
+        z.device_copy(g.device, stream, "d", memory.address, g.low, g.high - g.low)
+        z.synchronize(g.device, stream)
+        number = memory.owner.id
+        notes[number] = reason
+        uuid = tree.uuid_of(g.device)
+        for m in members:
+            encoder.views[m] = (number, encoder.looks[m].address - g.low)
+            encoder.wrap[m] = ("zcx.to_device", (tree.Placed(encoder.view(m)), uuid))
+
+    def _failure(self, error: BaseException) -> tuple[int, bytes]:
+        z = zcx()
+        code = z.FAILED_EXCEPTION
+        torch = tensor.loaded("torch")
+        if isinstance(error, Cancelled):
+            code = z.FAILED_CANCELLED
+        elif isinstance(error, InputModified):
+            code = z.FAILED_MODIFIED
+        elif isinstance(error, ResultTooLarge):
+            code = z.FAILED_TOO_LARGE
+        elif isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)):
+            code = z.FAILED_MEMORY
+        body = describe(error)
+        forget(error)
+        return code, body
+
+    def _settle(self) -> None:
+        """Let go of the call's buffers. What user code still references stays mapped, and the parent is told so."""
+        self.memories = {}
+        self.versions = []
+        if self.session.alive():
+            # Cycles (a traceback, a closure) are young; a full collection with models loaded takes too long to do each time.
+            gc.collect(1)
+
+    # ---- the loop ----
+
+    def serve(self) -> None:
+        while True:
+            work = self.session.next()
+            if work[0] == "call":
+                self.call(*work[1:])
+            elif work[0] == "handle_drop":
+                self.handles.forget(work[1])
+            elif work[0] == "bye":
+                return
+            del work
+
+
+def describe(error: BaseException) -> bytes:
+    """(type, message, traceback, detail) as a tree. Whatever the exception's own code does, this answers."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its __str__ failed)"
+    try:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except Exception:
+        text = ""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ in ("builtins", __name__) else f"{kind.__module__}.{kind.__qualname__}"
+    detail = {"unsupported": error.place} if isinstance(error, UnsupportedType) else {"payload": True} if isinstance(error, PayloadTooLarge) else {}
+    return zcx().encode((name, message[:100_000], text[-200_000:], detail), lambda o: None)
+
+
+def forget(error: BaseException) -> None:
+    """Clear the frames that an exception and its causes hold: they keep the call's tensors."""
+    seen: set[int] = set()
+    stack: list[BaseException | None] = [error]
+    while stack:
+        e = stack.pop()
+        if e is None or id(e) in seen:
+            continue
+        seen.add(id(e))
+        stack += [e.__cause__, e.__context__]
+        traceback.clear_frames(e.__traceback__)
+        e.__traceback__ = None
+
+
+def _out_of_memory(reason: str, device: int | None) -> Exception:
+    torch = tensor.loaded("torch")
+    if device is not None and torch is not None:
+        return torch.cuda.OutOfMemoryError(f"the parent could not allocate the result: {reason}")
+    return MemoryError(f"the parent could not allocate the result: {reason}")
+
+
+def _load(target: str) -> None:
+    """Import what the parent named: a module, or a .py file under the name of its stem."""
+    if not target.endswith(".py"):
+        importlib.import_module(target)
+        return
+    path = pathlib.Path(target).resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"there is no {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+
+
+_here: _Worker | None = None
+
+
+def main(arguments: list[str]) -> None:
+    """A worker process's whole life. argv: the session socket, the control socket, the liveness pipe, the target."""
+    global _here
+    sock_fd, control_fd, live_fd = map(int, arguments[:3])
+    target = arguments[3]
+    for fd in (sock_fd, control_fd):  # handed over; nothing that this process starts may hold them (live_fd it must hold)
+        os.set_inheritable(fd, False)
+    sys.argv = [target]
+    lent = bool(sys.path) and sys.path[0] == str(pathlib.Path(__file__).resolve().parent.parent)
+    sys.path = [p for p in sys.path if p]  # "" is what -c puts there
+    sys.path.insert(1 if lent else 0, os.path.dirname(os.path.abspath(target)) if target.endswith(".py") else os.getcwd())
+    z = zcx()
+    assert _SIGNAL is not None
+    session = z.Worker(sock_fd, __version__, platform.python_version())
+    here = _Worker(session, z.Watch(control_fd, int(_SIGNAL)))
+    signal.signal(_SIGNAL, here.on_signal)
+    try:
+        session.next()  # HELLO, answered
+        try:
+            _load(target)
+        except BaseException as error:
+            session.failed_start(describe(error))
+            return
+        _here = here
+        session.started()
+        here.serve()
+    except z.Failure as failure:
+        if failure.code not in (z.E_DIED,):
+            print(f"comfy_zerocopy worker: {failure}", file=sys.stderr)
+            _end(1)
+    except _Gone as gone:
+        print(f"comfy_zerocopy worker: {gone}", file=sys.stderr)
+        _end(1)
+
+
+def _end(status: int) -> None:
+    """Leave without running user code's exit handlers: a poisoned GPU context can hang in them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
