@@ -339,7 +339,7 @@ except ModuleNotFoundError as error:
 else:
     raise AssertionError("found a torch")
 assert zcx.status().state == "armed"
-""", path=PATH, env={"FAKE_PATH": str(FAKES)}, flags=("-S",))
+""", path=PATH, env={"FAKE_PATH": str(FAKES)})
 
 
 def test_reload_afterwards(case) -> None:
@@ -502,7 +502,7 @@ import sys
 import comfy_zerocopy
 assert not {"dataclasses", "logging", "concurrent.futures", "numpy", "torch", "comfy_zerocopy._zcx"} & set(sys.modules)
 assert set(comfy_zerocopy.__all__) <= set(dir(comfy_zerocopy))
-""", flags=("-S",))
+""")
 
 
 # ---- the real extension on the simulated driver ----

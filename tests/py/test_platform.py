@@ -99,6 +99,12 @@ def test_extension_of_another_version(run: Run) -> None:
     assert "version 0.0.9" in out and "pip install" in out
 
 
+def test_extension_of_another_copy(run: Run, bare: pathlib.Path) -> None:
+    out = run("import sys, fake_zcx; fake_zcx.put(); sys.modules['comfy_zerocopy._zcx'].__file__ = '/elsewhere/_zcx.abi3.so'\n" + PUBLIC,
+              path=(FAKES, bare)).stdout
+    assert "not built" in out
+
+
 @pytest.mark.parametrize("prelude", ["import sys; sys.platform = 'win32'", "import sys; sys.modules['comfy_zerocopy._zcx'] = None"])
 def test_worker_says_that_it_cannot_be(run: Run, prelude: str) -> None:
     run(prelude + """
@@ -123,7 +129,7 @@ for name in zcx.__all__:
         assert getattr(zcx, name)
 assert zcx.install().state == "off"
 assert not {"numpy", "torch"} & set(sys.modules)
-""", flags=("-S",))
+""")
 
 
 def test_unknown_name(run: Run) -> None:
