@@ -55,7 +55,8 @@ static int read_symbols(void *library, struct zcx_driver *d, struct zcx_err *err
     const struct symbol *missing = NULL;
 
     if (!with_status && !plain)
-        return zcx_fail(err, ZCX_E_NODRIVER, "%s is no CUDA driver, or one older than CUDA 11.4, the oldest that serves", d->path);
+        return zcx_fail(err, ZCX_E_NODRIVER, "%s is no CUDA driver, or one older than CUDA 11.4, the oldest that serves",
+                        d->path);
     for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) {
         void *found = look_up(with_status, plain, &symbols[i]);
         if (!found && symbols[i].required && !missing) missing = &symbols[i];
@@ -140,8 +141,9 @@ int zcx_driver_open(const struct zcx_driver **out, struct zcx_err *err) {
     if (atomic_load_explicit(&state, memory_order_acquire) == FAILED) return again(err);
     if (first == 0 && atomic_compare_exchange_strong(&opener, &first, self)) first = self;
     if (first != self)
-        return zcx_fail(err, ZCX_E_NODRIVER, "this process was forked from process %d after that had opened CUDA, which no child "
-                        "survives: start a new program instead", (int)first);
+        return zcx_fail(err, ZCX_E_NODRIVER,
+                        "this process was forked from process %d after that had opened CUDA, which no child survives: start a "
+                        "new program instead", (int)first);
     if (atomic_load_explicit(&state, memory_order_acquire) == NEW) {
         pthread_mutex_lock(&lock);
         if (atomic_load_explicit(&state, memory_order_relaxed) == NEW)

@@ -183,12 +183,14 @@ static int decide(const struct zcx_driver *d, struct zcx_gate *g, enum mode *out
     return 0;
 }
 
-static int register_counters(const struct zcx_driver *d, struct zcx_gate *g, int ordinal, zcu_ptr *page, struct zcx_err *err) {
+static int register_counters(const struct zcx_driver *d, struct zcx_gate *g, int ordinal, zcu_ptr *page,
+                             struct zcx_err *err) {
     int can, rc;
 
     rc = can_count(d, ordinal, &can, err);
     if (rc) return rc;
-    if (!can) return zcx_fail(err, ZCX_E_UNFIT, "device %d has no 64-bit stream memory operations, which the gate uses here", ordinal);
+    if (!can)
+        return zcx_fail(err, ZCX_E_UNFIT, "device %d has no 64-bit stream memory operations, which the gate uses here", ordinal);
     if (!g->registered) {
         rc = zcx_cu(err, "cuMemHostRegister", d->MemHostRegister(g->lines, ZCX_GATE_BYTES, ZCU_MEMHOSTREGISTER_PORTABLE |
                                                                  ZCU_MEMHOSTREGISTER_DEVICEMAP));
@@ -271,7 +273,8 @@ static void raise_counter(struct zcx_gate *g, uint32_t slot, uint64_t value) {
     do {
         look_for_own(g, slot, seen);
         if (seen >= value) return;
-    } while (!atomic_compare_exchange_weak_explicit(&g->lines[slot].counter, &seen, value, memory_order_acq_rel, memory_order_acquire));
+    } while (!atomic_compare_exchange_weak_explicit(&g->lines[slot].counter, &seen, value, memory_order_acq_rel,
+                                                    memory_order_acquire));
 }
 
 static int reached(struct zcx_gate *g, int ordinal, uint32_t slot, uint64_t value, struct zcx_err *err) {
@@ -356,8 +359,10 @@ static int random_bits(struct zcx_gate *g, uint64_t *out, struct zcx_err *err) {
 
     pthread_mutex_lock(&g->lock);
     if (!g->nrandom) {
-        if (getrandom(g->random, sizeof g->random, 0) == (ssize_t)sizeof g->random) g->nrandom = sizeof g->random / sizeof *g->random;
-        else rc = zcx_fail_errno(err, "getrandom");
+        if (getrandom(g->random, sizeof g->random, 0) == (ssize_t)sizeof g->random)
+            g->nrandom = sizeof g->random / sizeof *g->random;
+        else
+            rc = zcx_fail_errno(err, "getrandom");
     }
     if (!rc) *out = g->random[--g->nrandom];
     pthread_mutex_unlock(&g->lock);
@@ -485,7 +490,8 @@ static int import_locked(const struct zcx_driver *d, struct device *device, uint
     return 0;
 }
 
-static int event_device(struct zcx_gate *g, int ordinal, uint32_t slot, int parent, struct device **out, struct zcx_err *err) {
+static int event_device(struct zcx_gate *g, int ordinal, uint32_t slot, int parent, struct device **out,
+                        struct zcx_err *err) {
     if (g->is_parent != parent || g->mode != EVENTS)
         return zcx_fail(err, ZCX_E_RANGE, "events go from the parent to the worker, and only where there are no counters");
     return device_of(g, ordinal, slot, out, err);

@@ -79,14 +79,16 @@ static void pool_dealloc(struct zcx_pool *p) {
 static int check_device(const struct zcx_driver *d, zcu_device device, int ordinal, struct zcx_err *err) {
     int pools, types, rc;
 
-    rc = zcx_cu(err, "cuDeviceGetAttribute", d->DeviceGetAttribute(&pools, ZCU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, device));
+    rc = zcx_cu(err, "cuDeviceGetAttribute",
+                d->DeviceGetAttribute(&pools, ZCU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, device));
     if (rc) return rc;
     if (!pools) return zcx_fail(err, ZCX_E_UNFIT, "device %d has no memory pools", ordinal);
     rc = zcx_cu(err, "cuDeviceGetAttribute",
                 d->DeviceGetAttribute(&types, ZCU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES, device));
     if (rc) return rc;
     if (!(types & ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
-        return zcx_fail(err, ZCX_E_UNFIT, "memory pools of device %d cannot be shared as file descriptors (so it is on WSL2)", ordinal);
+        return zcx_fail(err, ZCX_E_UNFIT, "memory pools of device %d cannot be shared as file descriptors (so it is on WSL2)",
+                        ordinal);
     return 0;
 }
 
@@ -310,8 +312,9 @@ int zcx_pool_export(struct zcx_pool *p, zcu_ptr ptr, uint64_t nbytes, struct zcx
         goto close_scope;
     }
     if (info.pool != p->handle) {
-        rc = zcx_fail(err, ZCX_E_UNFIT, info.pool ? "it was allocated from another memory pool than ours, which cannot be shared"
-                                                  : "it was not allocated from a memory pool");
+        rc = zcx_fail(err, ZCX_E_UNFIT, "%s",
+                      info.pool ? "it was allocated from another memory pool than ours, which cannot be shared"
+                                : "it was not allocated from a memory pool");
         goto close_scope;
     }
     if (ptr < info.base || ptr - info.base > info.size || nbytes > info.size - (ptr - info.base)) {
@@ -356,15 +359,16 @@ int zcx_pool_usage(struct zcx_pool *p, struct zcx_pool_usage *out, struct zcx_er
     pthread_mutex_unlock(&p->lock);
     zcx_scope_close(&s);
     if (rc) return rc;
-    *out = (struct zcx_pool_usage){.reserved = values[0], .reserved_high = values[1], .used = values[2], .used_high = values[3],
-                                   .exports = exports};
+    *out = (struct zcx_pool_usage){.reserved = values[0], .reserved_high = values[1], .used = values[2],
+                                   .used_high = values[3], .exports = exports};
     return 0;
 }
 
 /* ---- importer ---- */
 
 int zcx_pool_import(struct zcx_pool **out, int fd, const zcu_uuid *uuid, struct zcx_err *err) {
-    zcu_access_desc access = {.location = {.type = ZCU_MEM_LOCATION_TYPE_DEVICE}, .flags = ZCU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    zcu_access_desc access = {.location = {.type = ZCU_MEM_LOCATION_TYPE_DEVICE},
+                              .flags = ZCU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     const struct zcx_driver *d;
     struct zcx_scope s;
     struct zcx_pool *p;
@@ -381,7 +385,8 @@ int zcx_pool_import(struct zcx_pool **out, int fd, const zcu_uuid *uuid, struct 
         goto close_scope;
     }
     rc = zcx_cu(err, "cuMemPoolImportFromShareableHandle",
-                d->MemPoolImportFromShareableHandle(&p->handle, (void *)(intptr_t)fd, ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+                d->MemPoolImportFromShareableHandle(&p->handle, (void *)(intptr_t)fd,
+                                                    ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
     if (rc) goto dealloc;
     /* The descriptor names its GPU by itself and imports anywhere, but where that is not the device in use nobody has access
      * until it is set (driver 580.159.04, two H200s). Where it is, this changes nothing. */
@@ -446,7 +451,8 @@ static void forget(struct zcx_pool *p, struct import *gone) {
     p->imports[hole].count = 0;
 }
 
-static int map_locked(const struct zcx_driver *d, struct zcx_pool *p, const struct zcx_export *e, zcu_ptr *base, struct zcx_err *err) {
+static int map_locked(const struct zcx_driver *d, struct zcx_pool *p, const struct zcx_export *e, zcu_ptr *base,
+                      struct zcx_err *err) {
     struct import *known = p->capacity ? find(p->imports, p->capacity, e->buffer_id) : NULL;
     zcu_pool_blob blob;
     uint32_t chunks;
@@ -456,7 +462,8 @@ static int map_locked(const struct zcx_driver *d, struct zcx_pool *p, const stru
     if (known && known->count) {
         if (known->size != e->alloc_bytes)
             return zcx_fail(err, ZCX_E_PROTOCOL, "buffer %llu has %llu bytes, and was named with %llu",
-                            (unsigned long long)e->buffer_id, (unsigned long long)known->size, (unsigned long long)e->alloc_bytes);
+                            (unsigned long long)e->buffer_id, (unsigned long long)known->size,
+                            (unsigned long long)e->alloc_bytes);
         if (known->count == UINT32_MAX)
             return zcx_fail(err, ZCX_E_LIMIT, "buffer %llu is imported too often", (unsigned long long)e->buffer_id);
         known->count++;

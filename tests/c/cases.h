@@ -108,4 +108,22 @@ static inline void *library_symbol(const char *name) {
     return symbol;
 }
 
+/* What the simulated driver's processes share, so that it sees order and charges across them; it aborts at the first race. */
+static char case_folder[] = "/tmp/zcx-cases-XXXXXX";
+
+static inline void simcuda_share(void) {
+    CHECK(mkdtemp(case_folder));
+    CHECK(setenv("SIMCUDA_DIR", case_folder, 1) == 0 && setenv("SIMCUDA_ABORT_ON_RACE", "1", 1) == 0);
+}
+static inline void simcuda_unshare(void) {
+    char path[sizeof case_folder + 16];
+    snprintf(path, sizeof path, "%s/session", case_folder);
+    CHECK(unlink(path) == 0 && rmdir(case_folder) == 0, "%s", case_folder);
+}
+
+/* "pools", "imports", "registered", …: how many this process has. */
+static inline long simcuda_count(const char *what) {
+    return ((long (*)(const char *))library_symbol("simcuda_count"))(what);
+}
+
 #endif

@@ -95,7 +95,8 @@ static zcu_result get(const char *name, void **out, int version, uint64_t flags,
     a->version = version;
     a->flags = flags;
     if (version > fake_say.version || strcmp(name, fake_say.lacks) == 0) {
-        *status = version > fake_say.version ? ZCU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT : ZCU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+        *status = version > fake_say.version ? ZCU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
+                                             : ZCU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
         *out = NULL;
         return fake_say.lacks_as_error ? ZCU_ERROR_NOT_FOUND : ZCU_SUCCESS;
     }
