@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 
 #include "check.h"
@@ -18,6 +19,31 @@
 #define OK(call) do { int ok_ = (call); CHECK(ok_ == 0, "%d: %s", ok_, err.text); } while (0)
 
 static struct zcx_err err;
+
+/* In front of libc's: fails from the `fail_from`-th call on, `fail_times` times, with fail_errno. Linux 6.18 no longer lets an
+ * ordinary signal interrupt fallocate, older ones do. */
+static int fallocates, fail_from, fail_times, fail_errno;
+static off_t longest_piece;
+
+int fallocate(int fd, int mode, off_t offset, off_t length) {
+    if (++fallocates >= fail_from && fail_times > 0) {
+        fail_times--;
+        errno = fail_errno;
+        return -1;
+    }
+    if (length > longest_piece) longest_piece = length;
+    return (int)syscall(SYS_fallocate, fd, mode, offset, length);
+}
+
+static void fallocate_fails(int from, int times, int code) {
+    fallocates = 0;
+    fail_from = from;
+    fail_times = times;
+    fail_errno = code;
+}
+
+/* ASan's does nothing. */
+int munlock(const void *addr, size_t n) { return (int)syscall(SYS_munlock, addr, n); }
 
 static uint64_t allocated(int fd) {
     struct stat st;
@@ -145,6 +171,13 @@ static void ranges(void) {
     CHECK(b == 4 * MIB + 4096 && zcx_shm_base(s)[b] == 7, "and is found");
     zcx_shm_range_put(s, b, MIB - 4096);
     zcx_shm_range_put(s, c, 2 * MIB + 1);
+    OK(zcx_shm_range_take(s, 3 * MIB, &c, &err));
+    CHECK(c == 2 * MIB && zcx_shm_base(s)[c] == 7 && zcx_shm_base(s)[c + 3 * MIB - 1] == 7, "warm neighbours are one");
+    zcx_shm_range_put(s, c, MIB);
+    zcx_shm_range_put(s, c + MIB, 2 * MIB); /* a range in two halves, the other way round */
+    zcx_shm_range_put(s, c + MIB, 2 * MIB); /* and again, now inside of what is free */
+    zcx_shm_usage(s, &taken_bytes, &warm);
+    CHECK(taken_bytes == 4 * 4096 && warm == 3 * MIB, "once");
     OK(zcx_shm_range_take(s, 3 * MIB, &c, &err));
     CHECK(c == 2 * MIB && zcx_shm_base(s)[c] == 7 && zcx_shm_base(s)[c + 3 * MIB - 1] == 7, "warm neighbours are one");
     zcx_shm_range_put(s, c, 3 * MIB);
@@ -294,6 +327,34 @@ static void refused_by_the_machine(void) {
     CHECK(zcx_shm_input_new(&in, 1024 * 1024 * MIB, &err) == -ENOMEM, "input");
 }
 
+/* A full machine, met halfway: what was allocated goes, warm ranges too if that helps. */
+static void full_machine(void) {
+    static const int codes[] = {ENOSPC, ENOMEM};
+    struct zcx_shm *s;
+    uint64_t at, other, taken_bytes, warm;
+    OK(zcx_shm_result_new(&s, 256 * MIB, &err));
+    for (int i = 0; i < 2; i++) {
+        at = 5;
+        fallocate_fails(3, 1000, codes[i]);
+        CHECK(zcx_shm_range_take(s, 60 * MIB, &at, &err) == -codes[i] && at == 5 && strstr(err.text, "60 MiB"), "%s", err.text);
+        zcx_shm_usage(s, &taken_bytes, &warm);
+        CHECK(taken_bytes == 0 && allocated(zcx_shm_fd(s)) == 0, "no trace");
+        CHECK(fallocates == 3, "no second try where nothing was freed");
+        fallocate_fails(3, 1000, codes[i]);
+        CHECK(zcx_shm_input_new(&shared_by_threads, 60 * MIB, &err) == -codes[i], "input");
+        fail_times = 0;
+    }
+    OK(zcx_shm_range_take(s, 10 * MIB, &other, &err));
+    zcx_shm_range_put(s, other, 10 * MIB);
+    fallocate_fails(2, 1, ENOSPC);
+    OK(zcx_shm_range_take(s, 60 * MIB, &at, &err));
+    zcx_shm_usage(s, &taken_bytes, &warm);
+    CHECK(taken_bytes == 60 * MIB && warm == 0 && allocated(zcx_shm_fd(s)) == 60 * MIB, "in the place of the warm ones");
+    fallocate_fails(1, 1, EIO);
+    CHECK(zcx_shm_range_take(s, 1, &at, &err) == -EIO && !strcmp(err.call, "fallocate"), "anything else is said as it is");
+    zcx_shm_unref(s);
+}
+
 static void retired(void) {
     struct zcx_shm *s;
     uint64_t a, b, at;
@@ -323,7 +384,7 @@ static void locked_pages(void) {
     uint64_t at;
     OK(zcx_shm_result_new(&s, 64 * MIB, &err));
     OK(zcx_shm_range_take(s, MIB, &at, &err));
-    CHECK(mlock(zcx_shm_base(s) + at, MIB) == 0, "mlock");
+    CHECK(syscall(SYS_mlock, zcx_shm_base(s) + at, MIB) == 0, "mlock");
     zcx_shm_range_put(s, at, MIB);
     CHECK(zcx_shm_reclaim(s) == MIB && allocated(zcx_shm_fd(s)) == 0, "locked pages are given back too");
     zcx_shm_unref(s);
@@ -528,6 +589,11 @@ static void signals(void) {
     }
     setitimer(ITIMER_REAL, &never, NULL);
     CHECK(alarms >= 20, "signals arrived meanwhile: %d", (int)alarms);
+    fallocate_fails(2, 50, EINTR);
+    OK(zcx_shm_range_take(s, 300 * MIB, &at, &err));
+    CHECK(allocated(zcx_shm_fd(s)) == 300 * MIB && fail_times == 0, "interrupted, and gone on");
+    CHECK(longest_piece <= (off_t)(32 * MIB), "in pieces that get done between two signals");
+    zcx_shm_range_put(s, at, 300 * MIB);
     free(bytes);
     zcx_shm_unref(s);
 }
@@ -636,6 +702,7 @@ int main(void) {
     RUN(ranges_random);
     RUN(ranges_threads);
     RUN(refused_by_the_machine);
+    RUN(full_machine);
     RUN(retired);
     RUN(locked_pages);
     RUN(mapping);

@@ -271,7 +271,8 @@ static void call_msg(void) {
     REFUSED(call_msg, struct zcx_call_msg, "01 00 00 00 00 00 00 00");
     REFUSED(call_msg, struct zcx_call_msg, "00 00 00 00 01 00 00 00 4e");
     REFUSED(call_msg, struct zcx_call_msg, "ff ff ff ff 00 00 00 00" GATE_HEX);
-    REFUSED(call_msg, struct zcx_call_msg, "00 00 00 08 00 00 00 02" GATE_HEX); /* times their sizes: 2^32, twice */
+    REFUSED(call_msg, struct zcx_call_msg, "00 00 00 08 00 00 00 00" GATE_HEX); /* times their size: 2^32 */
+    REFUSED(call_msg, struct zcx_call_msg, "00 00 00 00 00 00 00 02" GATE_HEX);
     REFUSED(call_msg, struct zcx_call_msg, "ff ff ff ff ff ff ff ff" BUFFER_HEX);
 }
 
