@@ -16,7 +16,7 @@ import os
 import sys
 
 import cudalib
-from cudalib import INVALID_VALUE, MIB, Child, Driver, Importer, Report, Role
+from cudalib import INVALID_VALUE, MIB, CannotRun, Child, Driver, Importer, Report, Role
 
 SIZE = 64 * MIB
 
@@ -35,6 +35,8 @@ class Owner(Role):
 
     def op_torch(self) -> dict:
         import torch
+        if not torch.cuda.is_available():
+            raise CannotRun("the torch that is installed here sees no GPU")
         self.torch = torch
         x = torch.ones(4, device=f"cuda:{self.cu.ordinal}")
         return {"version": torch.__version__, "backend": torch.cuda.get_allocator_backend(),
@@ -187,16 +189,19 @@ def experiment(report: Report) -> None:
     cu = Driver(cudalib.options.device)
     report.opened(cu)
     if not cu.attribute(115):
-        raise cudalib.CannotRun("this device has no memory pools")
+        raise CannotRun("this device has no memory pools")
     if not cu.attribute(119) & cudalib.POSIX_FD:
-        raise cudalib.CannotRun("pools of this device cannot be shared by file descriptor (WSL2, vGPU and some others)")
+        raise CannotRun("pools of this device cannot be shared by file descriptor (WSL2, vGPU and some others)")
     if cu.free_bytes() < 192 * MIB:
-        raise cudalib.CannotRun(f"needs 192 MiB of free device memory, {cu.free_bytes() // MIB} are free")
+        raise CannotRun(f"needs 192 MiB of free device memory, {cu.free_bytes() // MIB} are free")
     chain(report, False)
     if importlib.util.find_spec("torch") is None:
         report.skip("torch", "torch is not installed for this interpreter")
     else:
-        chain(report, True)
+        try:
+            chain(report, True)
+        except CannotRun as error:
+            report.skip("torch", str(error))
 
 
 if __name__ == "__main__":

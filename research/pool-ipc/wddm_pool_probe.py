@@ -93,10 +93,13 @@ class SignalParams(ctypes.Structure):
                 ("params_reserved", ctypes.c_uint * 12), ("flags", ctypes.c_uint), ("reserved", ctypes.c_uint * 16)]
 
 
+class KeyedMutexWait(ctypes.Structure):
+    _fields_ = [("key", ctypes.c_uint64), ("timeout_ms", ctypes.c_uint)]
+
+
 class WaitParams(ctypes.Structure):
-    _fields_ = [("fence_value", ctypes.c_uint64), ("nvscisync", ctypes.c_uint64), ("key", ctypes.c_uint64),
-                ("timeout_ms", ctypes.c_uint), ("params_reserved", ctypes.c_uint * 10), ("flags", ctypes.c_uint),
-                ("reserved", ctypes.c_uint * 16)]
+    _fields_ = [("fence_value", ctypes.c_uint64), ("nvscisync", ctypes.c_uint64), ("mutex", KeyedMutexWait),
+                ("params_reserved", ctypes.c_uint * 10), ("flags", ctypes.c_uint), ("reserved", ctypes.c_uint * 16)]
 
 
 class SecurityAttributes(ctypes.Structure):
