@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from . import __version__, _install, _native, process, tensor, tree
+from . import __version__, _install, _native, config, process, tensor, tree
 from .array import Array, DeviceMemory, contiguous_strides
 from .errors import (
     CallTimeout,
@@ -148,12 +148,13 @@ class _Session:
             _all.discard(self)
         self._let_go()
 
-    def _let_go(self) -> None:
-        """A stream of ours may still have READY to post into the session's page: it stays mapped until then."""
-        if self.parent is None or self.parent.idle():
+    def _let_go(self, tries: int = 0) -> None:
+        """A stream of ours may still have READY to post into the session's page: it stays mapped until then. A worker that
+        wrote nonsense there can make that look unfinished for ever: the page is left behind then, after a minute."""
+        if self.parent is None or self.parent.idle() or tries == 1200:
             self.parent = None
         else:
-            process.keeper().later(0.05, self._let_go)
+            process.keeper().later(0.05, lambda: self._let_go(tries + 1))
 
 
 class Worker:
@@ -163,7 +164,7 @@ class Worker:
     python: the interpreter, 3.10 or newer (default: this one); it needs nothing installed, the package is lent to it.
     env: changes to the environment (None removes a variable). cwd: its working directory. name: for logs.
     timeout: seconds for each call that names none; None: no limit. It covers waiting for the worker's turn and its start.
-    max_result_bytes: all results of one call together; None: what the machine can hold.
+    max_result_bytes: all results of one call together; None: as the configuration says, else what the machine can hold.
     on_progress: called as on_progress(done, total, message) in the calling thread.
 
     Raises UnsupportedPlatform where workers cannot run. Calls may come from any thread; they are taken in order, one at a
@@ -183,6 +184,8 @@ class Worker:
         self._python = os.fspath(python) if python is not None else None
         self._env, self._cwd = dict(env or {}), os.fspath(cwd) if cwd is not None else None
         self.name = name or pathlib.Path(target).stem
+        if max_result_bytes is None:
+            max_result_bytes = config.load().max_result_bytes
         self._timeout, self._max_result_bytes, self._on_progress = timeout, max_result_bytes, on_progress
         self._turn = _Turn()
         self._box: list[_Session | None] = [None]
@@ -680,15 +683,18 @@ class _Call:
             if 0 not in shape:
                 raise tree.Foul("a tensor without a buffer")
             return tensor.build_empty(lib, dtype, shape)
-        itemsize = tensor.itemsize_of(dtype)
-        wanted = tensor.Look(lib, dtype, itemsize, shape, strides, flags, 0, 0, 0, None, None)
         known = self.inputs.get(number)
         memory = known[0] if known is not None else self._result(number)
+        libs = {lib}
+        if lib == tensor.ARRAY:  # of a worker without libraries: here it is what this process uses
+            lib = tensor.TORCH if memory.device is not None else tensor.NUMPY
+            libs = {tensor.ARRAY, tensor.NUMPY, tensor.TORCH}
+        wanted = tensor.Look(lib, dtype, tensor.itemsize_of(dtype), shape, strides, flags, 0, 0, 0, None, None)
         if not tensor.fits(wanted, memory.nbytes, offset):
             raise tree.Foul("a tensor that reaches outside its buffer")
         if known is not None:
             for l, o in known[1]:
-                if (l.address - memory.address, l.lib, l.flags, l.dtype, l.shape, l.strides) == (offset, lib, flags, dtype, shape, strides):
+                if l.lib in libs and (l.address - memory.address, l.flags, l.dtype, l.shape, l.strides) == (offset, flags, dtype, shape, strides):
                     return o  # the caller's own object comes back
         return memory.build(lib, offset, dtype, shape, strides, flags)
 
@@ -711,10 +717,7 @@ class _Call:
         """A GPU result that had to come through host memory."""
         host, uuid = payload
         ordinal = tree.ordinal_of(uuid)
-        torch = tensor.loaded("torch")
-        if ordinal is None or torch is None:
-            return host
-        return host.to(f"cuda:{ordinal}")
+        return host if ordinal is None else tensor.to_device(host, ordinal)
 
     def _remote(self, code: int, data: bytes) -> Exception:
         z = _native.zcx()

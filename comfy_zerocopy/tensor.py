@@ -279,6 +279,22 @@ def compact(l: Look) -> Any:
     return l.owner
 
 
+def as_torch(l: Look) -> Look:
+    """The same memory, to become a torch tensor on the other side, where torch can say it."""
+    if l.dtype in DTYPES and all(s >= 0 and s % l.itemsize == 0 for s in l.strides):
+        return l._replace(lib=TORCH)
+    return l
+
+
+def to_device(host: Any, ordinal: int) -> Any:
+    """A GPU copy of a host tensor. Unfit where nothing here can make one."""
+    if type(host) is Array and not host.size:
+        return Array(None, 0, host.shape, host.dtype, None, ordinal)
+    if not hasattr(host, "_version"):
+        raise Unfit("a GPU tensor that had to cross through host memory, and only torch can upload it here: pass it as a CPU tensor")
+    return host.to(f"cuda:{ordinal}")
+
+
 class Group(NamedTuple):
     """Views whose bytes overlap: they travel as one buffer, and still share on the other side."""
 

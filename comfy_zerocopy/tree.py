@@ -206,6 +206,10 @@ class Encoder:
                 return str(unfit)
             if found is None:
                 return self._other(o)
+            if found.device is not None and found.low == found.high:
+                # Nothing to lend, and a view without a buffer names no device.
+                self.wrap[len(self.looks)] = ("zcx.to_device", (Placed((0, 0, found.lib, 0, found.dtype, found.shape, found.shape)),
+                                                               uuid_of(found.device)))
             self._first[id(o)] = len(self.looks)
             self.looks.append(found)
             self.objects.append(o)

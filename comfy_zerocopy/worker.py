@@ -141,6 +141,7 @@ class _Worker:
         self.running = False  # user code is on the main thread's stack: a cancel may raise there
         self.memories: dict[int, tensor.Memory] = {}  # by transfer id, of the call that runs now
         self.versions: list[tuple[Any, int]] = []  # device inputs and their version when they came
+        self.speaks_torch = False  # an input of this call was a torch tensor, and this environment has no torch
         self.own_results = ""  # why empty() gave this process's own memory
         self.lock = threading.Lock()
 
@@ -180,7 +181,7 @@ class _Worker:
     # ---- one call ----
 
     def call(self, seq: int, buffers: bytes, data: bytes) -> None:
-        self.seq, self.own_results = seq, ""
+        self.seq, self.own_results, self.speaks_torch = seq, "", False
         z = zcx()
         kind, code, transfer, body = z.ERROR, z.FAILED_EXCEPTION, 0, b""
         kept: list[Any] = []  # handles in the result, until it is sent
@@ -236,6 +237,8 @@ class _Worker:
         made = memory.build(lib, offset, dtype, shape, strides, flags)
         if memory.device is not None and hasattr(made, "_version"):
             self.versions.append((made, made._version))
+        if lib == tensor.TORCH and not hasattr(made, "_version"):
+            self.speaks_torch = True
         return made
 
     def _to_device(self, payload: Any) -> Any:
@@ -244,9 +247,7 @@ class _Worker:
         ordinal = tree.ordinal_of(uuid)
         if ordinal is None:
             raise tensor.Unfit("this tensor is on a GPU that the worker does not see (CUDA_VISIBLE_DEVICES): pass it as a CPU tensor")
-        if not tensor._has("torch"):
-            raise tensor.Unfit("this GPU tensor had to cross through host memory, and without torch the worker cannot upload it: pass it as a CPU tensor")
-        return host.to(f"cuda:{ordinal}")
+        return tensor.to_device(host, ordinal)
 
     def _check_inputs(self, args: Any, kwargs: Any) -> None:
         for made, version in self.versions:
@@ -263,6 +264,8 @@ class _Worker:
         kept.extend(encoder.remote)
         if not encoder.looks:
             return first
+        if self.speaks_torch:
+            encoder.looks = [tensor.as_torch(l) for l in encoder.looks]
         foreign: list[int] = []
         for index, l in enumerate(encoder.looks):
             if l.high == l.low:

@@ -95,14 +95,14 @@ static PyObject *parent_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-/* A session that is dropped without gone(): its worker is cut off. What a stream of ours may still write to stays mapped. */
+/* A session that is dropped without gone(): its worker is cut off. A page that a stream of ours may still write to stays mapped. */
 static void parent_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     struct zcx_parent *p = session_of(self);
     zcx_parent_gone(p);
     drain(p);
     Py_BEGIN_ALLOW_THREADS
-    if (zcx_parent_idle(p)) zcx_parent_free(p);
+    zcx_parent_free(p);
     Py_END_ALLOW_THREADS
     PyObject_Free(self);
     Py_DECREF(type);

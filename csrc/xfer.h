@@ -134,7 +134,8 @@ void zcx_parent_shutdown(struct zcx_parent *p); /* any thread: a step under way 
 
 /* The worker and all that inherited from it are gone: everything quarantined or kept is released, sockets closed. */
 void zcx_parent_gone(struct zcx_parent *p);
-/* 1 when zcx_parent_free may run: gone, and no stream of ours still has a post to write into the gate's page. */
+/* 1 when zcx_parent_free leaves nothing behind: gone, and no stream of ours still has a post to write into the gate's page.
+ * (Freed before that, the page stays mapped and registered.) */
 int zcx_parent_idle(struct zcx_parent *p);
 void zcx_parent_free(struct zcx_parent *p); /* owners must have been drained */
 

@@ -386,9 +386,9 @@ static int gate_of(struct zcx_parent *p, unsigned pool, zcu_stream stream, struc
     return 0;
 }
 
-static int post_ready(struct zcx_parent *p, struct call_gate *g, zcu_stream stream, struct zcx_err *err) {
+static int post_ready(struct zcx_parent *p, struct call_gate *g, struct zcx_err *err) {
     uint64_t value = zcx_gate_next(p->gate, g->ready_slot);
-    int r = zcx_gate_post(p->gate, g->ordinal, g->ready_slot, value, stream, err);
+    int r = zcx_gate_post(p->gate, g->ordinal, g->ready_slot, value, g->stream, err);
     if (r) zcx_gate_post_cpu(p->gate, g->ready_slot, value); /* it was announced: a slot whose value never comes is lost */
     else g->ready = value;
     return r;
@@ -579,7 +579,7 @@ int zcx_parent_send(struct zcx_parent *p, const void *tree, size_t tree_bytes, i
     unsigned char *gates = malloc(2 * fixed), *head = gates + fixed;
     if (!gates) return zcx_fail(err, ENOMEM, "no memory for the call's %zu buffers", nbuffers);
     for (unsigned i = 0; i < p->ngates; i++) {
-        r = post_ready(p, &p->gates[i], p->gates[i].stream, err);
+        r = post_ready(p, &p->gates[i], err);
         if (r) goto free_head;
         struct zcx_gate_ref g = gate_ref(&p->gates[i]);
         zcx_gate_ref_encode(&g, gates + i * ZCX_GATE_REF_BYTES);
@@ -871,7 +871,9 @@ int zcx_parent_allocated(struct zcx_parent *p, uint64_t request, unsigned pool, 
     struct transfer t = {.owner = owner};
     struct call_gate *g;
     int r = pool_transfer(p, pool, ptr, nbytes, stream, &t, &g, err);
-    if (!r) r = post_ready(p, g, stream, err);
+    if (!r && g->stream != stream) /* posts of one slot on two streams could land in either order */
+        r = zcx_fail(err, ZCX_E_RANGE, "a call uses one stream per device");
+    if (!r) r = post_ready(p, g, err);
     if (r) return r;
     t.wire.flags = ZCX_BUFFER_RESULT;
     struct zcx_allocated m = {.has_gate = 1, .gate = gate_ref(g), .buffer = add(p, t)->wire};

@@ -1,0 +1,111 @@
+"""Worker functions of the GPU tests, with torch."""
+import torch
+
+from comfy_zerocopy.worker import empty, empty_like, expose
+
+
+@expose
+def backend():
+    return torch.cuda.get_allocator_backend()
+
+
+@expose
+def copy(x):
+    """The same values in the parent's memory."""
+    out = empty(x.shape, dtype=x.dtype, device=x.device)
+    out.copy_(x)
+    return out
+
+
+@expose
+def slow_copy(x, cycles):
+    """As copy, behind a kernel that keeps the GPU busy: DONE must come after it."""
+    torch.cuda._sleep(cycles)
+    out = empty_like(x)
+    out.copy_(x)
+    return out
+
+
+@expose
+def side_stream_copy(x, cycles):
+    """As slow_copy, on a stream that nobody joins."""
+    out = empty_like(x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(cycles)
+        out.copy_(x)
+    return out
+
+
+@expose
+def total(x):
+    """The sum of the bytes, as an int: what the worker really read."""
+    return int(x.view(torch.uint8).sum(dtype=torch.int64)) if x.dtype != torch.uint8 else int(x.sum(dtype=torch.int64))
+
+
+@expose
+def own(x):
+    """A result that was not made with empty()."""
+    return x + 1
+
+
+@expose
+def give_back(*args):
+    return args
+
+
+@expose
+def views(x):
+    out = empty_like(x)
+    out.copy_(x)
+    return {"whole": out, "part": out[1:], "turned": out.t()}
+
+
+@expose
+def shares(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+@expose
+def edit(pair):
+    pair["x"][1].add_(1)
+
+
+_kept = []
+
+
+@expose
+def keep(x):
+    _kept.append(x)
+    return len(_kept)
+
+
+@expose
+def kept_total():
+    return [int(k.sum(dtype=torch.int64)) for k in _kept]
+
+
+@expose
+def forget():
+    _kept.clear()
+
+
+@expose
+def fault():
+    """An illegal access on the device: this process's context is lost."""
+    import ctypes
+
+    cuda = ctypes.CDLL("libcuda.so.1")
+    torch.zeros(1, device="cuda")
+    cuda.cuMemsetD8Async(ctypes.c_uint64(0x7000_0000_0000), ctypes.c_ubyte(1), ctypes.c_size_t(64), ctypes.c_void_p(0))
+    x = torch.arange(10, device="cuda")
+    torch.gather(x, 0, torch.tensor([1 << 40], device="cuda"))
+    return empty((4,), device="cuda")
+
+
+@expose
+def busy(x, cycles):
+    """Queue long work on the input and say that it is done, while it is not."""
+    torch.cuda._sleep(cycles)
+    return None
