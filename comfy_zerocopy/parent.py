@@ -541,7 +541,7 @@ class _Call:
                 down = _download(g, self._stream(g.device))
                 staged.append(down)
                 address = down.address
-            sources.append((address, g.high - g.low, 0))
+            sources.append((address, g.high - g.low))
         for (g, owner, why), number in zip(copies, self.parent.lend_copies(sources)):
             self._lent(encoder, indices, g, number, owner)
             self.transfers.append(Transfer("input", g.high - g.low, HOST, True, why))

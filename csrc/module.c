@@ -3,7 +3,6 @@
 
 #include "codec.h"
 
-
 #ifdef Py_GIL_DISABLED
 #error "free-threaded CPython is not supported: the calls of one session are ordered by the GIL's holder"
 #endif
@@ -117,7 +116,7 @@ static int execute(PyObject *module) {
         {"FAILED_STARTUP", ZCX_FAILED_STARTUP}, {"FAILED_GPU", ZCX_FAILED_GPU}, {"FAILED_MODIFIED", ZCX_FAILED_MODIFIED},
         {"FAILED_TOO_LARGE", ZCX_FAILED_TOO_LARGE}, {"LIB_TORCH", ZCX_LIB_TORCH}, {"LIB_NUMPY", ZCX_LIB_NUMPY}, {"LIB_ARRAY", ZCX_LIB_ARRAY},
         {"VIEW_CONJ", ZCX_VIEW_CONJ}, {"VIEW_NEG", ZCX_VIEW_NEG}, {"VIEW_PARAMETER", ZCX_VIEW_PARAMETER},
-        {"BUFFER_DEVICE_COPY", ZCX_BUFFER_DEVICE_COPY}, {"BODY_MAX", ZCX_BODY_MAX}, {"TREE_DEPTH", ZCX_TREE_DEPTH},
+        {"BODY_MAX", ZCX_BODY_MAX}, {"TREE_DEPTH", ZCX_TREE_DEPTH},
         {"NDIM_MAX", ZCX_NDIM_MAX}, {"CHUNK_BYTES", (long)ZCX_CHUNK_BYTES}, {"CHUNK_LIMIT", ZCX_CHUNK_LIMIT},
         {"RESULT", ZCX_RESULT}, {"ERROR", ZCX_ERROR}, {"IMPORT_REFUSED", ZCX_IMPORT_REFUSED},
     };

@@ -1,7 +1,6 @@
 /* module_memory.c: _zcx.Pool, what a device pointer is, DLPack capsules, and plain copies. See module.h. */
 #include "module.h"
 
-
 /* ---- Pool ---- */
 
 struct pool_object {

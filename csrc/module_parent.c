@@ -245,12 +245,11 @@ static PyObject *parent_lend_copies(PyObject *self, PyObject *list) {
     if (!sources) return PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < n; i++) {
         unsigned long long address, nbytes;
-        unsigned flags;
         PyObject *item = PySequence_GetItem(list, i);
-        int ok = item && PyArg_ParseTuple(item, "KKI", &address, &nbytes, &flags);
+        int ok = item && PyArg_ParseTuple(item, "KK", &address, &nbytes);
         Py_XDECREF(item);
         if (!ok) goto free_sources;
-        sources[i] = (struct zcx_source){.address = (const void *)(uintptr_t)address, .nbytes = nbytes, .flags = (uint8_t)flags};
+        sources[i] = (struct zcx_source){.address = (const void *)(uintptr_t)address, .nbytes = nbytes};
     }
     Py_BEGIN_ALLOW_THREADS
     r = zcx_parent_lend_copies(session_of(self), sources, (size_t)n, &err);
@@ -424,7 +423,7 @@ static PyMethodDef parent_methods[] = {
     {"begin", parent_begin, METH_O, "begin(max_result_bytes | None) -> seq"},
     {"lend_pool", parent_lend_pool, METH_VARARGS, "lend_pool(index, ptr, nbytes, stream, owner) -> id"},
     {"lend_shared", parent_lend_shared, METH_VARARGS, "lend_shared(address, nbytes, owner) -> id | None"},
-    {"lend_copies", parent_lend_copies, METH_O, "lend_copies([(address, nbytes, flags), …]) -> [id, …]"},
+    {"lend_copies", parent_lend_copies, METH_O, "lend_copies([(address, nbytes), …]) -> [id, …]"},
     {"send", parent_send, METH_VARARGS, "send(tree, deadline) -> bool: False when the worker did not read in time"},
     {"allocated", parent_allocated, METH_VARARGS, "allocated(request, index, ptr, nbytes, stream, owner)"},
     {"refuse", parent_refuse, METH_VARARGS, "refuse(request, code, reason)"},

@@ -1,7 +1,6 @@
 /* module_worker.c: _zcx.Worker, the worker's end of a session, _zcx.Import, one buffer mapped here, and _zcx.Watch. See module.h. */
 #include "module.h"
 
-
 struct worker_object {
     PyObject_HEAD
     struct zcx_worker *session;
@@ -92,10 +91,6 @@ static PyObject *import_result(PyObject *self, void *closure) {
     (void)closure;
     return PyBool_FromLong(info_of(self).result);
 }
-static PyObject *import_flags(PyObject *self, void *closure) {
-    (void)closure;
-    return PyLong_FromLong(info_of(self).flags);
-}
 
 static PyMethodDef import_methods[] = {
     {"edited", import_edited, METH_NOARGS, "edited() -> bool: was this host input written to here?"},
@@ -109,7 +104,6 @@ static PyGetSetDef import_attributes[] = {
     {"address", import_address, NULL, "of the first byte, on the host or the device", NULL},
     {"device", import_device, NULL, "ordinal in this process's numbering; None: host", NULL},
     {"result", import_result, NULL, "made by alloc()", NULL},
-    {"flags", import_flags, NULL, "BUFFER_*", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

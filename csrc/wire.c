@@ -279,7 +279,7 @@ int zcx_buffer_decode(const unsigned char in[ZCX_BUFFER_BYTES], struct zcx_buffe
     memcpy(b.blob, in + 48, sizeof b.blob);
     if (b.rung < ZCX_RUNG_POOL || b.rung > ZCX_RUNG_HOST)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer names the unknown rung %u", (unsigned)b.rung);
-    if (b.flags & ~(ZCX_BUFFER_RESULT | ZCX_BUFFER_DEVICE_COPY))
+    if (b.flags & ~ZCX_BUFFER_RESULT)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer has unknown flags %#x", (unsigned)b.flags);
     if (b.nbytes > UINT64_MAX - b.offset)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer ends beyond any address");

@@ -102,7 +102,7 @@ struct zcx_buffer {
     uint64_t key;             /* buffer id (pool), segment id (host) */
     unsigned char blob[64];   /* pool */
 };
-enum { ZCX_BUFFER_RESULT = 1, ZCX_BUFFER_DEVICE_COPY = 2 /* host bytes of a device tensor: the worker uploads them */ };
+enum { ZCX_BUFFER_RESULT = 1 };
 
 struct zcx_alloc {
     uint16_t place;           /* 0 host, 1 device */

@@ -90,7 +90,7 @@ int zcx_parent_lend_pool(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint6
 /* Lend host memory that lies in some session's result file: no copy. 1: it does not. */
 int zcx_parent_lend_shared(struct zcx_parent *p, const void *address, uint64_t nbytes, void *owner, uint64_t *id, struct zcx_err *err);
 /* Lend copies: all pieces go into one input segment, reused when it is free again. `owner` is not kept: bytes are copied now. */
-struct zcx_source { const void *address; uint64_t nbytes; uint8_t flags; uint64_t id; /* out */ };
+struct zcx_source { const void *address; uint64_t nbytes; uint64_t id; /* out */ };
 int zcx_parent_lend_copies(struct zcx_parent *p, struct zcx_source *sources, size_t n, struct zcx_err *err);
 
 /* Post READY and send CALL, with every transfer lent since begin. */
@@ -182,7 +182,7 @@ int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_
 int zcx_worker_alloc(struct zcx_worker *w, const struct zcx_alloc *a, uint64_t *request, zcx_stream_of stream_of, void *arg,
                      struct zcx_import **out, uint32_t *code, struct zcx_err *err);
 
-struct zcx_import_info { uint64_t id, nbytes, seq; int ordinal; /* -1: host */ void *address; int result, flags; };
+struct zcx_import_info { uint64_t id, nbytes, seq; int ordinal; /* -1: host */ void *address; int result; };
 void zcx_import_info(const struct zcx_import *i, struct zcx_import_info *out);
 int zcx_import_edited(const struct zcx_import *i); /* host input: was the private mapping written to? */
 /* Nobody here uses it any more. Any thread. Unmapped at the end of the call, or when idle. */

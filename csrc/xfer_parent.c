@@ -529,8 +529,7 @@ int zcx_parent_lend_copies(struct zcx_parent *p, struct zcx_source *sources, siz
         if (r) return r;
         at = placed(at, sources[i].nbytes);
         memcpy(zcx_shm_base(best->file) + at, sources[i].address, sources[i].nbytes);
-        struct transfer t = {.segment = best, .wire = {.rung = ZCX_RUNG_HOST, .flags = sources[i].flags, .nbytes = sources[i].nbytes,
-                                                       .offset = at, .key = best->id}};
+        struct transfer t = {.segment = best, .wire = {.rung = ZCX_RUNG_HOST, .nbytes = sources[i].nbytes, .offset = at, .key = best->id}};
         pthread_mutex_lock(&p->lock);
         best->uses++;
         pthread_mutex_unlock(&p->lock);

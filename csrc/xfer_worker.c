@@ -343,7 +343,7 @@ int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_
 
 void zcx_import_info(const struct zcx_import *i, struct zcx_import_info *out) {
     *out = (struct zcx_import_info){.id = i->wire.id, .nbytes = i->wire.nbytes, .seq = i->seq, .ordinal = i->ordinal, .address = i->address,
-                                    .result = i->wire.flags & ZCX_BUFFER_RESULT, .flags = i->wire.flags};
+                                    .result = i->wire.flags & ZCX_BUFFER_RESULT};
 }
 
 int zcx_import_edited(const struct zcx_import *i) {

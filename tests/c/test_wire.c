@@ -440,7 +440,7 @@ static void fixed_parts(void) {
     } while (0)
     FORGED(rung, 0, -ZCX_E_PROTOCOL);
     FORGED(rung, ZCX_RUNG_HOST + 1, -ZCX_E_PROTOCOL);
-    FORGED(flags, 4, -ZCX_E_PROTOCOL);
+    FORGED(flags, 2, -ZCX_E_PROTOCOL);
     FORGED(offset, UINT64_MAX, -ZCX_E_PROTOCOL);
     FORGED(nbytes, UINT64_MAX - 511, -ZCX_E_PROTOCOL); /* + 512: 2^64 */
     FORGED(nbytes, UINT64_MAX, -ZCX_E_PROTOCOL);
