@@ -161,10 +161,10 @@ static int cut(struct zcx_err *err, char tag) {
 }
 
 /* Check the view whose `left` bytes start at p; its size in *used. */
-static int check_view(const unsigned char *p, size_t left, size_t *used, struct zcx_err *err) {
+static int check_view(const unsigned char *p, size_t left, uint64_t *used, struct zcx_err *err) {
     if (left < VIEW_FIXED) return cut(err, 'v');
     unsigned lib = p[16], ndim = p[17], flags = (unsigned)load(p + 18, 2), dtype_length = p[20];
-    size_t size = VIEW_FIXED + dtype_length + 16u * (size_t)ndim;
+    unsigned size = VIEW_FIXED + dtype_length + 16 * ndim;
     if (ndim > ZCX_NDIM_MAX)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a view of %u dimensions is above the limit of %d", ndim, ZCX_NDIM_MAX);
     if (left < size) return cut(err, 'v');
@@ -195,8 +195,8 @@ static void read_view(const unsigned char *p, struct zcx_view *v) {
 }
 
 int zcx_in_next(struct zcx_in *in, struct zcx_token *out, struct zcx_err *err) {
-    size_t left = (size_t)(in->end - in->at), used = 0;
-    uint64_t children = 0, pending;
+    size_t left = (size_t)(in->end - in->at);
+    uint64_t used = 0, children = 0, pending;
     const unsigned char *p, *bytes = NULL;
     uint32_t n = 0;
     char tag;
@@ -217,10 +217,9 @@ int zcx_in_next(struct zcx_in *in, struct zcx_token *out, struct zcx_err *err) {
     case 'I': case 's': case 'b':
         if (left < 4) return cut(err, tag);
         n = (uint32_t)load(p, 4);
-        if (n > left - 4) return cut(err, tag);
         if (tag == 'I' && !n) return zcx_fail(err, ZCX_E_PROTOCOL, "an integer without bytes");
         bytes = p + 4;
-        used = 4 + (size_t)n;
+        used = 4 + (uint64_t)n;
         break;
     case 'l': case 't': case 'S': case 'Z': case 'd':
         if (left < 4) return cut(err, tag);
@@ -234,7 +233,7 @@ int zcx_in_next(struct zcx_in *in, struct zcx_token *out, struct zcx_err *err) {
         if (!n) return zcx_fail(err, ZCX_E_PROTOCOL, "an extension without a tag");
         bytes = p + 1;
         children = 1;
-        used = 1 + (size_t)n;
+        used = 1 + (uint64_t)n;
         break;
     case 'v':
         if ((rc = check_view(p, left, &used, err))) return rc;

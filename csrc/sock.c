@@ -260,8 +260,8 @@ static int send_packet(struct zcx_sock *s, const struct msghdr *mh, int64_t dead
                               "too many descriptors of this user are on their way: is a worker stopped? Raise the limit (ulimit -n)");
         if (errno != EAGAIN && errno != EWOULDBLOCK) return zcx_fail_errno(err, "sendmsg");
         rc = poll_peer(s, POLLOUT, deadline, err);
-        if (rc == 1 && zcx_now() < deadline) continue;
-        if (rc) return rc;
+        if (rc < 0) return rc;
+        if (rc > 0 && zcx_now() >= deadline) return 1;
     }
 }
 

@@ -43,8 +43,9 @@ int zcx_msg_take_fd(struct zcx_msg *m, uint32_t i);
 
 /* Send header + body pieces + borrowed fds; a body above one packet goes through a sealed memfd. Header's length, nfds and
  * BODY_FD are set here. Waits for room until `deadline` (CLOCK_MONOTONIC ns; 0: do not wait; INT64_MAX: for ever).
- * 0; 1: no room in time; 2: a signal arrived while it waited: nothing was sent; -ZCX_E_DIED; -ZCX_E_LIMIT: above ZCX_BODY_MAX;
- * -ZCX_E_RANGE: not what this type carries, or more than ZCX_PIECES_MAX pieces. */
+ * A signal does not end that wait: half of a conversation cannot be taken back, so who must see signals waits in slices.
+ * 0; 1: no room in time, nothing was sent; -ZCX_E_DIED; -ZCX_E_LIMIT: above ZCX_BODY_MAX; -ZCX_E_RANGE: not what this type
+ * carries, or more than ZCX_PIECES_MAX pieces. */
 #define ZCX_PIECES_MAX 8
 struct zcx_piece { const void *bytes; size_t length; };
 int zcx_sock_send(struct zcx_sock *s, struct zcx_header h, const struct zcx_piece *pieces, int npieces, const int *fds, uint32_t nfds,
