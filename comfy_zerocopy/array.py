@@ -96,8 +96,8 @@ class Array:
         return f"<comfy_zerocopy Array {self.dtype}{list(self.shape)} on {place}>"
 
     def is_contiguous(self) -> bool:
-        return self.size == 0 or all(s == c for s, c, n in zip(self.strides, contiguous_strides(self.shape, self.itemsize),
-                                                               self.shape) if n != 1)
+        wanted = contiguous_strides(self.shape, self.itemsize)
+        return self.size == 0 or all(s == w for s, w, n in zip(self.strides, wanted, self.shape, strict=True) if n != 1)
 
     def _interface(self, where: str) -> dict[str, Any]:
         kind = DTYPES[self.dtype].kind

@@ -14,7 +14,6 @@ import logging
 import os
 import pathlib
 import platform
-import sys
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from . import __version__, _install, _native, config, process, tensor, tree
-from .array import Array, DeviceMemory, contiguous_strides
+from .array import DeviceMemory, contiguous_strides
 from .errors import (
     CallTimeout,
     Cancelled,
@@ -535,14 +534,14 @@ class _Call:
     def _lend_copies(self, encoder: tree.Encoder, indices: dict[int, list[int]], copies: list[tuple[tensor.Group, Any, str]]) -> None:
         """Host memory is copied into one segment; a GPU tensor for which no device rung works goes down to the host first."""
         sources, staged = [], []
-        for g, owner, why in copies:
+        for g, _, _ in copies:
             address = g.low
             if g.device is not None:
                 down = _download(g, self._stream(g.device))
                 staged.append(down)
                 address = down.address
             sources.append((address, g.high - g.low))
-        for (g, owner, why), number in zip(copies, self.parent.lend_copies(sources)):
+        for (g, owner, why), number in zip(copies, self.parent.lend_copies(sources), strict=True):
             self._lent(encoder, indices, g, number, owner)
             self.transfers.append(Transfer("input", g.high - g.low, HOST, True, why))
             for m in g.members:
@@ -693,8 +692,8 @@ class _Call:
         if not tensor.fits(wanted, memory.nbytes, offset):
             raise tree.Foul("a tensor that reaches outside its buffer")
         if known is not None:
-            for l, o in known[1]:
-                if l.lib in libs and (l.address - memory.address, l.flags, l.dtype, l.shape, l.strides) == (offset, flags, dtype, shape, strides):
+            for v, o in known[1]:
+                if v.lib in libs and (v.address - memory.address, v.flags, v.dtype, v.shape, v.strides) == (offset, flags, dtype, shape, strides):
                     return o  # the caller's own object comes back
         return memory.build(lib, offset, dtype, shape, strides, flags)
 

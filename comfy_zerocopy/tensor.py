@@ -55,8 +55,8 @@ def need(name: str, why: str) -> Any:
 def _span(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
     if 0 in shape:
         return address, address
-    low = address + sum((n - 1) * s for n, s in zip(shape, strides) if s < 0)
-    high = address + sum((n - 1) * s for n, s in zip(shape, strides) if s > 0) + itemsize
+    low = address + sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if s < 0)
+    high = address + sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if s > 0) + itemsize
     return low, high
 
 
@@ -254,36 +254,36 @@ def fits(look_: Look, nbytes: int, offset: int) -> bool:
     return 0 <= low and high <= nbytes
 
 
-def dense(l: Look) -> bool:
+def dense(v: Look) -> bool:
     """Does the view touch every byte of its span exactly once?"""
     count = 1
-    for n in l.shape:
+    for n in v.shape:
         count *= n
-    if count * l.itemsize != l.high - l.low:
+    if count * v.itemsize != v.high - v.low:
         return False
-    step = l.itemsize
-    for s, n in sorted((abs(s), n) for s, n in zip(l.strides, l.shape) if n != 1):
+    step = v.itemsize
+    for s, n in sorted((abs(s), n) for s, n in zip(v.strides, v.shape, strict=True) if n != 1):
         if s != step:
             return False
         step *= n
     return True
 
 
-def compact(l: Look) -> Any:
+def compact(v: Look) -> Any:
     """A contiguous copy, by the object's own library: a view that leaves gaps does not take them along."""
-    if l.lib == TORCH:
-        torch = need("torch", "a tensor")
-        return l.owner.clone(memory_format=torch.contiguous_format)
-    if l.lib == NUMPY:
-        return l.owner.copy()
-    return l.owner
+    if type(v.owner) is Array:
+        return v.owner
+    torch = loaded("torch")
+    if torch is not None and isinstance(v.owner, torch.Tensor):
+        return v.owner.clone(memory_format=torch.contiguous_format)
+    return v.owner.copy()
 
 
-def as_torch(l: Look) -> Look:
+def as_torch(v: Look) -> Look:
     """The same memory, to become a torch tensor on the other side, where torch can say it."""
-    if l.dtype in DTYPES and all(s >= 0 and s % l.itemsize == 0 for s in l.strides):
-        return l._replace(lib=TORCH)
-    return l
+    if v.dtype in DTYPES and all(s >= 0 and s % v.itemsize == 0 for s in v.strides):
+        return v._replace(lib=TORCH)
+    return v
 
 
 def to_device(host: Any, ordinal: int) -> Any:
@@ -306,17 +306,17 @@ class Group(NamedTuple):
 
 def group(looks: list[Look]) -> list[Group]:
     """Merge overlapping spans, per place. Linear but for one sort."""
-    order = sorted((i for i, l in enumerate(looks) if l.high > l.low),
+    order = sorted((i for i, v in enumerate(looks) if v.high > v.low),
                    key=lambda i: (-1 if looks[i].device is None else looks[i].device, looks[i].low))
     groups: list[Group] = []
     for i in order:
-        l = looks[i]
-        if groups and groups[-1].device == l.device and l.low < groups[-1].high:
+        v = looks[i]
+        if groups and groups[-1].device == v.device and v.low < groups[-1].high:
             last = groups[-1]
-            groups[-1] = last._replace(high=max(last.high, l.high))
+            groups[-1] = last._replace(high=max(last.high, v.high))
             last.members.append(i)
         else:
-            groups.append(Group(l.low, l.high, l.device, [i]))
+            groups.append(Group(v.low, v.high, v.device, [i]))
     return groups
 
 

@@ -233,8 +233,8 @@ class Encoder:
         return self.view(index)
 
     def view(self, index: int) -> tuple[Any, ...]:
-        l, (number, offset) = self.looks[index], self.views[index] or (0, 0)
-        return number, offset, l.lib, l.flags, l.dtype, l.shape, l.strides
+        v, (number, offset) = self.looks[index], self.views[index] or (0, 0)
+        return number, offset, v.lib, v.flags, v.dtype, v.shape, v.strides
 
     def _other(self, o: Any) -> Any:
         answer = self._answers.get(id(o))

@@ -265,12 +265,12 @@ class _Worker:
         if not encoder.looks:
             return first
         if self.speaks_torch:
-            encoder.looks = [tensor.as_torch(l) for l in encoder.looks]
+            encoder.looks = [tensor.as_torch(v) for v in encoder.looks]
         foreign: list[int] = []
-        for index, l in enumerate(encoder.looks):
-            if l.high == l.low:
+        for index, v in enumerate(encoder.looks):
+            if v.high == v.low:
                 continue
-            found = self._known(l)
+            found = self._known(v)
             if found is None:
                 foreign.append(index)
             else:
@@ -279,13 +279,13 @@ class _Worker:
             self._copy(encoder, foreign, notes)
         return encoder.write()
 
-    def _known(self, l: tensor.Look) -> tuple[int, int] | None:
+    def _known(self, v: tensor.Look) -> tuple[int, int] | None:
         """(id, offset) if the tensor lies in a buffer of this call that may go back as it is."""
         for number, memory in list(self.memories.items()):
-            if memory.device == l.device and memory.address <= l.low and l.high <= memory.address + memory.nbytes:
+            if memory.device == v.device and memory.address <= v.low and v.high <= memory.address + memory.nbytes:
                 if not memory.owner.result and memory.owner.edited():
                     return None  # the edit happened in a private copy: what goes back is a new result
-                return number, l.address - memory.address
+                return number, v.address - memory.address
         return None
 
     def _copy(self, encoder: tree.Encoder, foreign: list[int], notes: dict[int, str]) -> None:
@@ -296,10 +296,10 @@ class _Worker:
             if len(members) == 1 and not tensor.dense(encoder.looks[members[0]]):
                 index = members[0]
                 compacted = tensor.compact(encoder.looks[index])
-                l = tensor.look(compacted)
-                assert l is not None
-                encoder.looks[index] = l._replace(flags=encoder.looks[index].flags)
-                g = tensor.Group(l.low, l.high, l.device, [0])
+                v = tensor.look(compacted)
+                assert v is not None
+                encoder.looks[index] = v._replace(lib=encoder.looks[index].lib, flags=encoder.looks[index].flags)
+                g = tensor.Group(v.low, v.high, v.device, [0])
             nbytes = g.high - g.low
             memory, reason = self.allocate("uint8", (nbytes,), nbytes, 1, g.device)
             if memory is None:
