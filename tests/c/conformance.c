@@ -1,8 +1,8 @@
 /* conformance.c: what the driver does where it matters to this package: each case is a fact that the design stands on.
  *
- * It runs unchanged on the simulated driver and on a card (tests/py/test_conformance.py), so that the former cannot drift from
- * the latter. Found on driver 580.159.04, one H200. $ZCX_LIBCUDA names the library. A case that needs more devices than there
- * are says "skip". A stream is kept busy by a wait for a counter that nobody has posted yet, so no kernel is needed.
+ * It runs unchanged on the simulated driver and on a card (tests/py/test_conformance.py), so that the former cannot drift
+ * from the latter. Found on driver 580.159.04, one H200. $ZCX_LIBCUDA names the library. A case that needs more devices than
+ * there are says "skip". A stream is kept busy by a wait for a counter that nobody has posted, so no kernel is needed.
  * Does not: test the package (csrc/driver.c opens the library, that is all), nor how long anything takes. */
 // sources: csrc/driver.c csrc/err.c
 #include <pthread.h>
@@ -127,7 +127,7 @@ static uint64_t free_memory(void) {
 }
 
 /* A page of counters that both processes map; made before the peer. */
-static volatile uint64_t *page_new(void) {
+static uint64_t *page_new(void) {
     int fd = memfd_create("counters", MFD_CLOEXEC);
     CHECK(fd >= 0 && ftruncate(fd, 4096) == 0);
     void *p = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -136,12 +136,16 @@ static volatile uint64_t *page_new(void) {
     return p;
 }
 
-static zcu_ptr page_register(volatile uint64_t *page) {
+static zcu_ptr page_register(uint64_t *page) {
     zcu_ptr gpu;
-    OK(d->MemHostRegister((void *)(uintptr_t)page, 4096, ZCU_MEMHOSTREGISTER_PORTABLE | ZCU_MEMHOSTREGISTER_DEVICEMAP));
-    OK(d->MemHostGetDevicePointer(&gpu, (void *)(uintptr_t)page, 0));
+    OK(d->MemHostRegister(page, 4096, ZCU_MEMHOSTREGISTER_PORTABLE | ZCU_MEMHOSTREGISTER_DEVICEMAP));
+    OK(d->MemHostGetDevicePointer(&gpu, page, 0));
     return gpu;
 }
+
+/* On x86 a plain store and a plain load. */
+static void store(uint64_t *counter, uint64_t value) { __atomic_store_n(counter, value, __ATOMIC_RELEASE); }
+static uint64_t load(const uint64_t *counter) { return __atomic_load_n(counter, __ATOMIC_ACQUIRE); }
 
 static void pause_briefly(void) {
     struct timespec t = {0, 200000};
@@ -317,7 +321,7 @@ CASE(a_destroyed_pool_serves_what_lives) {
 
 CASE(freed_memory_is_used_again_in_stream_order) {
     open_gpu();
-    volatile uint64_t *page = page_new();
+    uint64_t *page = page_new();
     zcu_ptr counters = page_register(page);
     zcu_pool pool = new_pool();
     zcu_ptr a = filled(pool, MIB, 1);
@@ -326,7 +330,7 @@ CASE(freed_memory_is_used_again_in_stream_order) {
     zcu_ptr b = alloc(pool, MIB);
     CHECK(b == a);
     OK(d->MemsetD8Async(b, 2, MIB, st));
-    page[0] = 1;
+    store(&page[0], 1);
     CHECK(byte_at(b) == 2 && byte_at(b + MIB - 1) == 2);
 }
 
@@ -671,7 +675,7 @@ CASE(legacy_handles_are_counted) {
 
 /* ---- counters ---- */
 
-static volatile uint64_t *shared_page;
+static uint64_t *shared_page;
 
 static void wait_then_post(int sock) {
     open_gpu();
@@ -690,25 +694,25 @@ CASE(a_stream_waits_for_a_counter_of_another_process) {
     open_gpu();
     zcu_ptr counters = page_register(shared_page);
     struct note n = hear(peer.sock, NULL);
-    STAYS(shared_page[8] == 0);
+    STAYS(load(&shared_page[8]) == 0);
     OK(d->StreamWriteValue64(st, counters, 6, ZCU_STREAM_WRITE_VALUE_DEFAULT));
-    STAYS(shared_page[8] == 0);
+    STAYS(load(&shared_page[8]) == 0);
     OK(d->StreamWriteValue64(st, counters, 8, ZCU_STREAM_WRITE_VALUE_DEFAULT)); /* more than it waits for */
-    UNTIL(shared_page[8] == 9);
+    UNTIL(load(&shared_page[8]) == 9);
     tell(peer.sock, &n, -1);
     CHECK(peer_end(&peer) == 0);
 }
 
 CASE(a_plain_store_frees_a_waiting_stream) {
     open_gpu();
-    volatile uint64_t *page = page_new();
+    uint64_t *page = page_new();
     zcu_ptr counters = page_register(page);
     OK(d->StreamWaitValue64(st, counters, 1, ZCU_STREAM_WAIT_VALUE_GEQ));
     OK(d->StreamWriteValue64(st, counters + 8, 1, ZCU_STREAM_WRITE_VALUE_DEFAULT));
-    STAYS(page[1] == 0 && d->StreamQuery(st) == ZCU_ERROR_NOT_READY);
-    page[0] = 1;
+    STAYS(load(&page[1]) == 0 && d->StreamQuery(st) == ZCU_ERROR_NOT_READY);
+    store(&page[0], 1);
     OK(d->StreamSynchronize(st));
-    CHECK(page[1] == 1);
+    CHECK(load(&page[1]) == 1);
 }
 
 CASE(a_counter_inside_a_pool_is_refused) {
@@ -736,10 +740,10 @@ CASE(a_dead_process_posts_nothing) {
     hear(peer.sock, NULL);
     kill(peer.pid, SIGKILL);
     CHECK(peer_end(&peer) == 128 + SIGKILL);
-    shared_page[0] = 1;
-    STAYS(shared_page[8] == 0);
+    store(&shared_page[0], 1);
+    STAYS(load(&shared_page[8]) == 0);
     OK(d->StreamWaitValue64(st, counters + 64, 1, ZCU_STREAM_WAIT_VALUE_GEQ));
-    shared_page[8] = 1; /* and its waiters are free at once */
+    store(&shared_page[8], 1); /* and its waiters are free at once */
     OK(d->StreamSynchronize(st));
 }
 
@@ -777,7 +781,7 @@ CASE(an_event_crosses_processes) {
     tell(peer.sock, &n, -1);
     hear(peer.sock, NULL);
     STAYS(d->EventQuery(e) == ZCU_ERROR_NOT_READY);
-    shared_page[0] = 1;
+    store(&shared_page[0], 1);
     UNTIL(d->EventQuery(e) == ZCU_SUCCESS);
     OK(d->StreamWaitEvent(st, e, 0));
     OK(d->StreamSynchronize(st));
@@ -809,7 +813,7 @@ CASE(a_context_event_covers_every_stream) {
         return;
     }
     OK(d->StreamCreate(&side[0], ZCU_STREAM_NON_BLOCKING));
-    volatile uint64_t *page = page_new();
+    uint64_t *page = page_new();
     zcu_ptr counters = page_register(page);
     for (int i = 0; i < 2; i++) {
         zcu_event e = event_new(0);
@@ -817,9 +821,9 @@ CASE(a_context_event_covers_every_stream) {
         OK(d->CtxRecordEvent(ctx, e));
         OK(d->StreamWaitEvent(st, e, 0));
         OK(d->StreamWriteValue64(st, counters + 64, (uint64_t)i + 1, ZCU_STREAM_WRITE_VALUE_DEFAULT));
-        STAYS(page[8] == (uint64_t)i && d->EventQuery(e) == ZCU_ERROR_NOT_READY);
-        page[0] = (uint64_t)i + 1;
-        UNTIL(page[8] == (uint64_t)i + 1);
+        STAYS(load(&page[8]) == (uint64_t)i && d->EventQuery(e) == ZCU_ERROR_NOT_READY);
+        store(&page[0], (uint64_t)i + 1);
+        UNTIL(load(&page[8]) == (uint64_t)i + 1);
         OK(d->EventQuery(e));
     }
 }
@@ -828,17 +832,17 @@ CASE(the_legacy_stream_and_blocking_streams_wait_for_each_other) {
     zcu_stream blocking;
     open_gpu();
     OK(d->StreamCreate(&blocking, ZCU_STREAM_DEFAULT));
-    volatile uint64_t *page = page_new();
+    uint64_t *page = page_new();
     zcu_ptr counters = page_register(page);
     OK(d->StreamWaitValue64(NULL, counters, 1, ZCU_STREAM_WAIT_VALUE_GEQ));
     OK(d->StreamWriteValue64(blocking, counters + 64, 1, ZCU_STREAM_WRITE_VALUE_DEFAULT));
     OK(d->StreamWriteValue64(st, counters + 128, 1, ZCU_STREAM_WRITE_VALUE_DEFAULT));
     OK(d->StreamSynchronize(st)); /* a non-blocking one does not */
-    CHECK(page[16] == 1);
-    STAYS(page[8] == 0);
-    page[0] = 1;
+    CHECK(load(&page[16]) == 1);
+    STAYS(load(&page[8]) == 0);
+    store(&page[0], 1);
     OK(d->StreamSynchronize(blocking));
-    CHECK(page[8] == 1);
+    CHECK(load(&page[8]) == 1);
 }
 
 CASE(a_copy_to_pageable_memory_returns_when_it_is_done) {
@@ -916,7 +920,7 @@ CASE(calls_during_another_threads_capture) {
     close(export_fd(capture_with.pool));
     capture_with.p = filled(capture_with.pool, MIB, 1);
     capture_with.counters = page_register(page_new());
-    capture_with.host = (void *)(uintptr_t)page_new();
+    capture_with.host = page_new();
     for (size_t i = 0; i < sizeof unsafe / sizeof *unsafe; i++) {
         during_a_capture(unsafe[i], 0, ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, ZCU_ERROR_STREAM_CAPTURE_INVALIDATED);
         during_a_capture(unsafe[i], 1, ZCU_SUCCESS, ZCU_SUCCESS);

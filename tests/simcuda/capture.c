@@ -26,7 +26,7 @@ int sim_capture_op(struct stream *s) {
 }
 
 CALL(ThreadExchangeStreamCaptureMode, 10010, int *mode) {
-    ENTER(ThreadExchangeStreamCaptureMode);
+    ENTER_CPU(ThreadExchangeStreamCaptureMode);
     if (*mode < MODE_GLOBAL || *mode > MODE_RELAXED) return ZCU_ERROR_INVALID_VALUE;
     int old = thread_mode;
     thread_mode = *mode;

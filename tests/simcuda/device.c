@@ -25,9 +25,9 @@ void sim_leave(int *held) {
     pthread_mutex_unlock(&sim.lock);
 }
 
-zcu_result sim_enter(const char *name) {
+zcu_result sim_enter(const char *name, bool faulty) {
     if (sim.forked || !__atomic_load_n(&sim.inited, __ATOMIC_ACQUIRE)) return ZCU_ERROR_NOT_INITIALIZED;
-    int fault = __atomic_load_n(&sim.fault, __ATOMIC_ACQUIRE);
+    int fault = faulty ? __atomic_load_n(&sim.fault, __ATOMIC_ACQUIRE) : 0;
     return fault ? fault : sim_fail(name);
 }
 
@@ -133,7 +133,6 @@ CALL(Init, 2000, unsigned flags) {
         sim.delay_us = sim_env_size("SIMCUDA_DELAY_US", 50);
         sim.hold_new = sim_env_size("SIMCUDA_HOLD", 0) != 0;
         sim.next_id = 1;
-        sim_fail_init();
         see_devices();
         if (!sim.visible) r = ZCU_ERROR_NO_DEVICE;
         else if ((r = sim_fail("cuInit"))) {
@@ -148,25 +147,26 @@ CALL(Init, 2000, unsigned flags) {
 }
 
 CALL(DriverGetVersion, 2020, int *version) { /* works before cuInit */
-    *version = (int)sim_env_size("SIMCUDA_VERSION", 13000);
-    return ZCU_SUCCESS;
+    zcu_result r = sim_fail("cuDriverGetVersion");
+    if (!r) *version = (int)sim_env_size("SIMCUDA_VERSION", 13000);
+    return r;
 }
 
 CALL(DeviceGetCount, 2000, int *count) {
-    ENTER(DeviceGetCount);
+    ENTER_CPU(DeviceGetCount);
     *count = sim.visible;
     return ZCU_SUCCESS;
 }
 
 CALL(DeviceGet, 2000, zcu_device *device, int ordinal) {
-    ENTER(DeviceGet);
+    ENTER_CPU(DeviceGet);
     if (sim_physical(ordinal) < 0) return ZCU_ERROR_INVALID_DEVICE;
     *device = ordinal;
     return ZCU_SUCCESS;
 }
 
 CALL(DeviceGetName, 2000, char *name, int length, zcu_device device) {
-    ENTER(DeviceGetName);
+    ENTER_CPU(DeviceGetName);
     if (sim_physical(device) < 0) return ZCU_ERROR_INVALID_DEVICE;
     if (length < 1) return ZCU_ERROR_INVALID_VALUE;
     snprintf(name, (size_t)length, "Simulated GPU %d", sim_physical(device));
@@ -174,14 +174,14 @@ CALL(DeviceGetName, 2000, char *name, int length, zcu_device device) {
 }
 
 CALL_V(DeviceGetUuid, _v2, 11040, zcu_uuid *uuid, zcu_device device) {
-    ENTER(DeviceGetUuid);
+    ENTER_CPU(DeviceGetUuid);
     if (sim_physical(device) < 0) return ZCU_ERROR_INVALID_DEVICE;
     sim_uuid(sim_physical(device), uuid);
     return ZCU_SUCCESS;
 }
 
 CALL_V(DeviceTotalMem, _v2, 3020, size_t *bytes, zcu_device device) {
-    ENTER(DeviceTotalMem);
+    ENTER_CPU(DeviceTotalMem);
     if (sim_physical(device) < 0) return ZCU_ERROR_INVALID_DEVICE;
     *bytes = sim.memory[sim_physical(device)];
     return ZCU_SUCCESS;
@@ -203,7 +203,7 @@ static bool attribute_override(int attribute, int *value) {
 }
 
 CALL(DeviceGetAttribute, 2000, int *value, int attribute, zcu_device device) {
-    ENTER(DeviceGetAttribute);
+    ENTER_CPU(DeviceGetAttribute);
     if (sim_physical(device) < 0) return ZCU_ERROR_INVALID_DEVICE;
     if (attribute < 1 || attribute > 200) return ZCU_ERROR_INVALID_VALUE;
     if (attribute_override(attribute, value)) return ZCU_SUCCESS;
@@ -221,7 +221,7 @@ CALL(DeviceGetAttribute, 2000, int *value, int attribute, zcu_device device) {
 }
 
 CALL(DeviceCanAccessPeer, 4000, int *can, zcu_device device, zcu_device peer) {
-    ENTER(DeviceCanAccessPeer);
+    ENTER_CPU(DeviceCanAccessPeer);
     int a = sim_physical(device), b = sim_physical(peer);
     if (a < 0 || b < 0) return ZCU_ERROR_INVALID_DEVICE;
     *can = sim_peers(a, b);
@@ -263,7 +263,7 @@ CALL_V(DevicePrimaryCtxRelease, _v2, 11000, zcu_device device) {
 }
 
 CALL(DevicePrimaryCtxGetState, 7000, zcu_device device, unsigned *flags, int *active) {
-    ENTER(DevicePrimaryCtxGetState);
+    ENTER_CPU(DevicePrimaryCtxGetState);
     int d = sim_physical(device);
     if (d < 0) return ZCU_ERROR_INVALID_DEVICE;
     *flags = 0;
@@ -272,13 +272,13 @@ CALL(DevicePrimaryCtxGetState, 7000, zcu_device device, unsigned *flags, int *ac
 }
 
 CALL(CtxGetCurrent, 4000, zcu_ctx *out) {
-    ENTER(CtxGetCurrent);
+    ENTER_CPU(CtxGetCurrent);
     *out = (zcu_ctx)(void *)sim_current();
     return ZCU_SUCCESS;
 }
 
 CALL(CtxSetCurrent, 4000, zcu_ctx handle) {
-    ENTER(CtxSetCurrent);
+    ENTER_CPU(CtxSetCurrent);
     if (handle && !ctx_of(handle)) return ZCU_ERROR_INVALID_CONTEXT;
     if (depth) depth--;
     if (handle) stack[depth++] = ctx_of(handle);
@@ -286,14 +286,14 @@ CALL(CtxSetCurrent, 4000, zcu_ctx handle) {
 }
 
 CALL_V(CtxPushCurrent, _v2, 4000, zcu_ctx handle) {
-    ENTER(CtxPushCurrent);
+    ENTER_CPU(CtxPushCurrent);
     if (!ctx_of(handle) || depth == CONTEXT_STACK) return ZCU_ERROR_INVALID_CONTEXT;
     stack[depth++] = ctx_of(handle);
     return ZCU_SUCCESS;
 }
 
 CALL_V(CtxPopCurrent, _v2, 4000, zcu_ctx *out) {
-    ENTER(CtxPopCurrent);
+    ENTER_CPU(CtxPopCurrent);
     if (!depth) return ZCU_ERROR_INVALID_CONTEXT;
     depth--;
     if (out) *out = (zcu_ctx)(void *)stack[depth];
@@ -301,7 +301,7 @@ CALL_V(CtxPopCurrent, _v2, 4000, zcu_ctx *out) {
 }
 
 CALL(CtxGetDevice, 2000, zcu_device *device) {
-    ENTER(CtxGetDevice);
+    ENTER_CPU(CtxGetDevice);
     if (!sim_current()) return ZCU_ERROR_INVALID_CONTEXT;
     *device = sim_ordinal(sim_current()->device);
     return ZCU_SUCCESS;
@@ -340,14 +340,19 @@ static const struct { zcu_result code; const char *name, *text; } errors[] = {
     {ZCU_ERROR_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {ZCU_ERROR_NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {ZCU_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {SIM_ERROR_ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the requested memory range is already mapped"},
-    {SIM_ERROR_NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "pointer does not correspond to a registered memory region"},
+    {SIM_ERROR_ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+     "part or all of the requested memory range is already mapped"},
+    {SIM_ERROR_NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
+     "pointer does not correspond to a registered memory region"},
     {ZCU_ERROR_NOT_PERMITTED, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
     {ZCU_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
-    {ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
-    {ZCU_ERROR_STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"},
+    {ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing"},
+    {ZCU_ERROR_STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+     "operation failed due to a previous error during capture"},
     {SIM_ERROR_CAPTURE_UNMATCHED, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", "capture was not initiated in this stream"},
-    {SIM_ERROR_CAPTURE_WRONG_THREAD, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", "attempt to terminate a thread-local capture sequence from another thread"},
+    {SIM_ERROR_CAPTURE_WRONG_THREAD, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
+     "attempt to terminate a thread-local capture sequence from another thread"},
     {ZCU_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 

@@ -15,6 +15,7 @@
 static struct rule { char name[64]; long nth, count; int code; bool on; } rules[RULES];
 static int nrules;
 static long injected;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 /* "name:nth:code[+]", separated by commas. */
 static void parse(const char *text) {
@@ -32,7 +33,7 @@ static void parse(const char *text) {
     }
 }
 
-void sim_fail_init(void) { parse(getenv("SIMCUDA_FAIL")); }
+static void parse_environment(void) { parse(getenv("SIMCUDA_FAIL")); }
 
 static void tell(const struct rule *r, const char *name) {
     char line[160];
@@ -45,6 +46,7 @@ static void tell(const struct rule *r, const char *name) {
 }
 
 int sim_fail(const char *name) {
+    pthread_once(&once, parse_environment);
     for (int i = 0; i < nrules; i++) {
         struct rule *r = &rules[i];
         if (strcmp(r->name, "*") && strcmp(r->name, name)) continue;
@@ -62,7 +64,10 @@ long simcuda_injected(void) { return __atomic_load_n(&injected, __ATOMIC_RELAXED
 
 /* Replace the rules from within the process; not while other threads call the driver. */
 SIM_EXPORT void simcuda_fail(const char *text);
-void simcuda_fail(const char *text) { parse(text); }
+void simcuda_fail(const char *text) {
+    pthread_once(&once, parse_environment);
+    parse(text);
+}
 
 /* SIMCUDA_HIDE="cuStreamWriteValue64,cuCtxRecordEvent": what an older driver does not have. */
 bool sim_hidden(const char *name) {

@@ -4,9 +4,9 @@
  * with events and with counters that streams post, and each allocation remembers who touched it when. An access that nothing
  * orders behind a conflicting one is a race, also where the bytes came out right.
  * The hosts are taken to be one, that knows all that any of them can know: what a synchronise or a query told, and every
- * counter as soon as it is posted (the product reads counters with plain loads that no driver sees). So order between CPUs is
- * never questioned, only work of a GPU that no CPU can know to be done. Copies and memsets are seen; a test that stands in for
- * a kernel uses them. A dead process's accesses are over. */
+ * counter as soon as it is posted (the product reads counters with plain loads that no driver sees). So order between CPUs
+ * is never questioned, only work of a GPU that no CPU can know to be done. Copies and memsets are seen; a test that stands
+ * in for a kernel uses them. A dead process's accesses are over. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -77,7 +77,7 @@ static struct shadow_counter *counter_of(zcu_ptr address, bool make) {
         if (c->dev == key.dev && c->ino == key.ino && c->offset == key.offset) return c;
     }
     if (!make) return NULL;
-    /* A full table begins anew at its end: the last one's order is forgotten, and a wait on it is then taken for a wait on a CPU. */
+    /* A full table begins anew at its end: the last one's order is forgotten, a wait on it is taken for one on a CPU. */
     uint32_t at = session->counters_used < SESSION_COUNTERS ? session->counters_used++ : SESSION_COUNTERS - 1;
     session->counters[at] = key;
     return &session->counters[at];
@@ -104,20 +104,33 @@ void hb_awaited(struct stream *s, zcu_ptr address, uint64_t value) {
 
 static const char *const kind_names[] = {"read", "write", "un-import", "allocation", "free"};
 
-static void report(const struct shadow *w, const struct shadow_access *a, const struct shadow_access *b, const char *why) {
+static void report(const struct shadow *w, enum access_kind kind, uint64_t offset, uint64_t n, const char *why,
+                   const char *what) {
     session->races++;
-    fprintf(stderr, "simcuda: RACE: %s of [%llu, +%llu) at %s of allocation [%llu, +%llu) of pool %llx%s%s\n", kind_names[b->kind],
-            (unsigned long long)b->offset, (unsigned long long)b->n, why, (unsigned long long)w->offset, (unsigned long long)w->n,
-            (unsigned long long)w->pool, a ? " by stream slot " : "", a ? kind_names[a->kind] : "");
+    fprintf(stderr, "simcuda: RACE: %s of [%llu, +%llu) %s%s, in allocation [%llu, +%llu) of pool %llx\n", kind_names[kind],
+            (unsigned long long)offset, (unsigned long long)n, why, what, (unsigned long long)w->offset,
+            (unsigned long long)w->n, (unsigned long long)w->pool);
     if (getenv("SIMCUDA_ABORT_ON_RACE")) abort();
 }
 
-static struct shadow *shadow_of(uint64_t pool, uint64_t offset) {
+#define NOT_YET UINT32_MAX /* the tick of a making that is queued but not executed: nothing is ordered behind it */
+
+static struct shadow *shadow_of(uint64_t pool, uint64_t id) {
+    for (uint32_t i = 0; i < session->shadows_used; i++)
+        if (session->shadows[i].pool == pool && session->shadows[i].id == id) return &session->shadows[i];
+    return NULL;
+}
+
+/* The allocation there. While a free is queued and the memory is given out again there are two: the older one. Else the one
+ * that is not free, else the one that was. */
+static struct shadow *shadow_at(uint64_t pool, uint64_t offset) {
+    struct shadow *best = NULL;
     for (uint32_t i = 0; i < session->shadows_used; i++) {
         struct shadow *w = &session->shadows[i];
-        if (w->pool == pool && offset >= w->offset && offset - w->offset < w->n) return w;
+        if (w->pool != pool || offset < w->offset || offset - w->offset >= w->n) continue;
+        if (!best || best->freed > w->freed || (best->freed == w->freed && w->id < best->id)) best = w;
     }
-    return NULL;
+    return best;
 }
 
 static bool ordered(const struct stream *s, const struct shadow_access *a) {
@@ -141,50 +154,47 @@ static void remember(struct shadow *w, const struct shadow_access *b) {
         w->access[kept++] = *a;
     }
     w->count = kept;
-    for (uint32_t i = 0; w->count == SESSION_ACCESSES && i < w->count; i++) /* full: forget what every host knows to be over */
+    for (uint32_t i = 0; w->count == SESSION_ACCESSES && i < w->count; i++) /* full: forget what the hosts know to be over */
         if (w->access[i].tick <= session->host.at[w->access[i].slot]) w->access[i] = w->access[--w->count];
     if (w->count == SESSION_ACCESSES) w->count--;
     w->access[w->count++] = *b;
 }
 
-static void touch(struct stream *s, struct shadow *w, uint64_t offset, uint64_t n, enum access_kind kind) {
+static void touch(const struct stream *s, struct shadow *w, uint64_t offset, uint64_t n, enum access_kind kind) {
     struct shadow_access b = {offset, n, (uint32_t)s->slot, s->clock.at[s->slot], kind};
     for (uint32_t i = 0; i < w->count; i++) {
         const struct shadow_access *a = &w->access[i];
-        if (a->kind == ACCESS_FREE) {
-            report(w, a, &b, "freed memory");
-            break;
-        }
-        if (conflict(a, &b) && !ordered(s, a)) {
-            report(w, a, &b, "nothing orders it behind another's use");
-            break;
-        }
+        bool freed = a->kind == ACCESS_FREE;
+        if (!freed && (!conflict(a, &b) || ordered(s, a))) continue;
+        report(w, kind, offset, n, freed ? "after its " : "that nothing orders behind another's ", kind_names[a->kind]);
+        break;
     }
     remember(w, &b);
 }
 
-void hb_access(struct stream *s, zcu_ptr p, uint64_t n, bool write) {
+void hb_access(const struct stream *s, zcu_ptr p, uint64_t n, bool write) {
     const struct pool *pool = sim_pool_of(p);
     if (!pool || s->slot < 0) return;
     uint64_t offset = p - (zcu_ptr)pool->base;
     sim_session_lock();
-    struct shadow *w = shadow_of(pool->id, offset);
+    struct shadow *w = shadow_at(pool->id, offset);
     if (w) touch(s, w, offset, n, write ? ACCESS_WRITE : ACCESS_READ);
     sim_session_unlock();
 }
 
-static void forget(uint64_t pool, uint64_t offset, uint64_t n) {
+/* Drop what is known of the allocations in a range: of all, or of those that are free again. */
+static void forget(uint64_t pool, uint64_t offset, uint64_t n, bool all) {
     for (uint32_t i = 0; i < session->shadows_used; i++) {
         struct shadow *w = &session->shadows[i];
-        if (w->pool == pool && w->offset < offset + n && offset < w->offset + w->n) w->pool = 0;
+        if (w->pool == pool && w->offset < offset + n && offset < w->offset + w->n && (all || w->freed)) w->pool = 0;
     }
     while (session->shadows_used && !session->shadows[session->shadows_used - 1].pool) session->shadows_used--;
 }
 
-void hb_created(struct stream *s, const struct op *op) {
+void hb_create(const struct stream *s, const struct op *op) {
     if (s->slot < 0) return;
     sim_session_lock();
-    forget(op->pool->id, op->dst, op->n);
+    forget(op->pool->id, op->dst, op->n, false);
     struct shadow *w = NULL;
     for (uint32_t i = 0; i < session->shadows_used && !w; i++)
         if (!session->shadows[i].pool) w = &session->shadows[i];
@@ -195,30 +205,36 @@ void hb_created(struct stream *s, const struct op *op) {
         w->offset = op->dst;
         w->n = op->n;
         w->id = op->value;
-        touch(s, w, op->dst, op->n, ACCESS_CREATE);
+        w->access[w->count++] = (struct shadow_access){op->dst, op->n, (uint32_t)s->slot, NOT_YET, ACCESS_CREATE};
     }
     sim_session_unlock();
 }
 
-void hb_freed(struct stream *s, const struct op *op) {
+void hb_created(const struct stream *s, const struct op *op) {
+    sim_session_lock();
+    struct shadow *w = shadow_of(op->pool->id, op->value);
+    for (uint32_t i = 0; w && s->slot >= 0 && i < w->count; i++)
+        if (w->access[i].tick == NOT_YET) w->access[i].tick = s->clock.at[s->slot];
+    sim_session_unlock();
+}
+
+void hb_freed(const struct stream *s, const struct op *op) {
     if (s->slot < 0) return;
     sim_session_lock();
-    struct shadow *w = shadow_of(op->pool->id, op->dst);
+    struct shadow *w = shadow_of(op->pool->id, op->value);
     if (w) {
         touch(s, w, op->dst, op->n, ACCESS_FREE);
+        w->freed = true;
         for (int i = 0; i < SESSION_SHADOW_IMPORTERS; i++)
-            if (w->importers[i].count && !sim_dead(w->importers[i].process)) {
-                struct shadow_access b = {op->dst, op->n, (uint32_t)s->slot, 0, ACCESS_FREE};
-                report(w, NULL, &b, "still imported by another process: address");
-            }
+            if (w->importers[i].count && !sim_dead(w->importers[i].process))
+                report(w, ACCESS_FREE, op->dst, op->n, "while another process has it imported", "");
     }
     sim_session_unlock();
 }
 
-void hb_imported(const struct pool *p, uint64_t offset, uint64_t serial) {
+void hb_imported(const struct pool *p, uint64_t serial) {
     sim_session_lock();
-    struct shadow *w = shadow_of(p->id, offset);
-    if (w && w->id != serial) w = NULL; /* of the allocation before it, whose free is still to come */
+    struct shadow *w = shadow_of(p->id, serial);
     for (int i = 0; w && i < SESSION_SHADOW_IMPORTERS; i++) {
         bool mine = w->importers[i].process.pid == sim_self().pid;
         if (!mine && w->importers[i].count && !sim_dead(w->importers[i].process)) continue;
@@ -230,10 +246,9 @@ void hb_imported(const struct pool *p, uint64_t offset, uint64_t serial) {
     sim_session_unlock();
 }
 
-void hb_unimported(struct stream *s, const struct op *op) {
+void hb_unimported(const struct stream *s, const struct op *op) {
     sim_session_lock();
-    struct shadow *w = shadow_of(op->pool->id, op->dst);
-    if (w && w->id != op->value) w = NULL;
+    struct shadow *w = shadow_of(op->pool->id, op->value);
     for (int i = 0; w && i < SESSION_SHADOW_IMPORTERS; i++)
         if (w->importers[i].process.pid == sim_self().pid && w->importers[i].count) w->importers[i].count--;
     if (w && s->slot >= 0) touch(s, w, op->dst, op->n, ACCESS_UNIMPORT);
@@ -242,7 +257,7 @@ void hb_unimported(struct stream *s, const struct op *op) {
 
 void hb_pool_gone(const struct pool *p) {
     sim_session_lock();
-    forget(p->id, 0, p->chunks * SIM_CHUNK);
+    forget(p->id, 0, p->chunks * SIM_CHUNK, true);
     sim_session_unlock();
 }
 

@@ -243,12 +243,15 @@ static bool identify(zcu_ptr p, struct what *w) {
         struct segment *s = pool->imported ? NULL : sim_pool_segment(pool, p);
         struct import *i = pool->imported ? sim_pool_import(pool, p) : NULL;
         if (!s && !i) return false;
-        *w = (struct what){(zcu_ptr)pool->base + (s ? s->offset : i->offset), s ? s->asked : i->size, s ? s->id : i->id, pool,
-                           pool->device, ZCU_MEMORYTYPE_DEVICE, false};
+        *w = (struct what){.size = s ? s->asked : i->size, .id = s ? s->id : i->id, .pool = pool, .device = pool->device,
+                           .base = (zcu_ptr)pool->base + (s ? s->offset : i->offset), .type = ZCU_MEMORYTYPE_DEVICE};
         return true;
     }
-    if (l) *w = (struct what){(zcu_ptr)l->base, l->size, l->id, NULL, l->device, l->host ? ZCU_MEMORYTYPE_HOST : ZCU_MEMORYTYPE_DEVICE, !l->host && !l->opened};
-    else if (h) *w = (struct what){(zcu_ptr)h->base, h->size, 0, NULL, sim.map[0], ZCU_MEMORYTYPE_HOST, false};
+    if (l)
+        *w = (struct what){.base = (zcu_ptr)l->base, .size = l->size, .id = l->id, .device = l->device,
+                           .type = l->host ? ZCU_MEMORYTYPE_HOST : ZCU_MEMORYTYPE_DEVICE, .legacy = !l->host && !l->opened};
+    else if (h)
+        *w = (struct what){.base = (zcu_ptr)h->base, .size = h->size, .device = sim.map[0], .type = ZCU_MEMORYTYPE_HOST};
     return l || h;
 }
 
@@ -262,7 +265,7 @@ static bool attribute(int number, void *out, zcu_ptr p, const struct what *w, bo
     case 3: *(zcu_ptr *)out = known ? p : 0; break; /* DEVICE_POINTER */
     case 4: *(void **)out = known && w->type == ZCU_MEMORYTYPE_HOST ? (void *)p : NULL; break; /* HOST_POINTER */
     case ZCU_POINTER_ATTRIBUTE_BUFFER_ID: *(uint64_t *)out = known ? w->id : 0; break;
-    case ZCU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)out = ordinal < 0 ? 0 : ordinal; break; /* 0 where the device is hidden */
+    case ZCU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)out = ordinal < 0 ? 0 : ordinal; break; /* 0: a hidden device */
     case ZCU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(int *)out = known && w->legacy; break;
     case ZCU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(zcu_ptr *)out = known ? w->base : 0; break;
     case ZCU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)out = known ? w->size : 0; break;
@@ -274,7 +277,7 @@ static bool attribute(int number, void *out, zcu_ptr p, const struct what *w, bo
 }
 
 CALL(PointerGetAttributes, 7000, unsigned n, int *numbers, void **out, zcu_ptr p) {
-    ENTER(PointerGetAttributes);
+    ENTER_CPU(PointerGetAttributes);
     struct what w;
     bool known = identify(p, &w);
     for (unsigned i = 0; i < n; i++)
@@ -283,13 +286,13 @@ CALL(PointerGetAttributes, 7000, unsigned n, int *numbers, void **out, zcu_ptr p
 }
 
 CALL(PointerGetAttribute, 4000, void *out, int number, zcu_ptr p) {
-    ENTER(PointerGetAttribute);
+    ENTER_CPU(PointerGetAttribute);
     struct what w;
     return identify(p, &w) && attribute(number, out, p, &w, true) ? ZCU_SUCCESS : ZCU_ERROR_INVALID_VALUE;
 }
 
 CALL_V(MemGetAddressRange, _v2, 3020, zcu_ptr *base, size_t *size, zcu_ptr p) {
-    ENTER(MemGetAddressRange);
+    ENTER_CPU(MemGetAddressRange);
     struct what w;
     if (!identify(p, &w) || w.type != ZCU_MEMORYTYPE_DEVICE) return ZCU_ERROR_NOT_FOUND;
     if (base) *base = w.base;

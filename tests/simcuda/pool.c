@@ -1,8 +1,8 @@
 /* pool.c: memory pools: stream-ordered allocation, export, import, retention.
  *
  * A pool is an address range of chunks (32 MiB). An exportable one is backed by a memfd: first the control area, then the
- * physical chunks. Which physical chunk stands behind an address may change (trim, and moving free memory together), and what
- * was exported stays charged until the address is exported anew or the pool and its importers are gone: as on a card.
+ * physical chunks. Which physical chunk stands behind an address may change (trim, and moving free memory together), and
+ * what was exported stays charged until the address is exported anew or the pool and its importers are gone: as on a card.
  * An importer maps the chunks that the last export of each address names, at its own addresses; the distance between two
  * allocations is the same everywhere, so windows land next to each other. */
 #include <errno.h>
@@ -32,7 +32,8 @@ struct pool_control {
 };
 
 struct blob { uint64_t magic, id, serial, offset, size; unsigned char rest[24]; };
-_Static_assert(offsetof(struct blob, offset) == 24 && offsetof(struct blob, size) == 32 && sizeof(struct blob) == 64, "as on a card");
+_Static_assert(offsetof(struct blob, offset) == 24 && offsetof(struct blob, size) == 32, "as on a card");
+_Static_assert(sizeof(struct blob) == sizeof(zcu_pool_blob), "as on a card");
 
 /* ---- address ranges and chunks ---- */
 
@@ -40,8 +41,9 @@ static unsigned char *reserve(uint64_t chunks, const unsigned char *not_here) {
     uint64_t slide = 2 + sim_random() % 64, bytes = (chunks + slide) * SIM_CHUNK;
     unsigned char *p = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return NULL;
-    unsigned char *base = (unsigned char *)(((uintptr_t)p + SIM_CHUNK - 1) & ~(SIM_CHUNK - 1)) + sim_random() % (slide - 1) * SIM_CHUNK;
-    if (base == not_here) base += base + (chunks + 1) * SIM_CHUNK <= p + bytes ? (int64_t)SIM_CHUNK : -(int64_t)SIM_CHUNK;
+    unsigned char *base = (unsigned char *)(((uintptr_t)p + SIM_CHUNK - 1) & ~(SIM_CHUNK - 1));
+    base += sim_random() % (slide - 1) * SIM_CHUNK;
+    if (base == not_here) base += SIM_CHUNK; /* there is always room for one more */
     if (base > p) munmap(p, (size_t)(base - p));
     munmap(base + chunks * SIM_CHUNK, (size_t)(p + bytes - (base + chunks * SIM_CHUNK)));
     madvise(base, chunks * SIM_CHUNK, MADV_DONTDUMP);
@@ -59,7 +61,8 @@ static int map_chunk(struct pool *p, uint64_t chunk, int32_t physical) {
 
 static void unmap_chunk(struct pool *p, uint64_t chunk) {
     void *at = p->base + chunk * SIM_CHUNK;
-    if (mmap(at, SIM_CHUNK, PROT_NONE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) == MAP_FAILED) abort();
+    int flags = MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    if (mmap(at, SIM_CHUNK, PROT_NONE, flags, -1, 0) == MAP_FAILED) abort();
     p->backing[chunk] = -1;
 }
 
@@ -67,8 +70,9 @@ static uint64_t account(const struct pool *p) { return p->exportable ? p->id : 0
 
 /* A physical chunk goes back to the device unless somebody's mapping or an export still stands for it. */
 static void settle(struct pool *p, int32_t physical) {
+    off_t at = (off_t)(CONTROL_BYTES + (uint64_t)physical * SIM_CHUNK);
     if (p->physical[physical] || p->exports[physical]) return;
-    if (p->fd >= 0) fallocate(p->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)(CONTROL_BYTES + (uint64_t)physical * SIM_CHUNK), SIM_CHUNK);
+    if (p->fd >= 0) fallocate(p->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, SIM_CHUNK);
     sim_charge(p->device, account(p), -(int64_t)SIM_CHUNK);
 }
 
@@ -338,7 +342,8 @@ CALL(MemPoolCreate, 11020, zcu_pool *out, const zcu_pool_props *props) {
     ENTER_UNSAFE(MemPoolCreate);
     struct pool *p = NULL;
     zcu_result r = ZCU_SUCCESS;
-    if (props->alloc_type != ZCU_MEM_ALLOCATION_TYPE_PINNED || props->location.type != ZCU_MEM_LOCATION_TYPE_DEVICE) return ZCU_ERROR_INVALID_VALUE;
+    if (props->alloc_type != ZCU_MEM_ALLOCATION_TYPE_PINNED) return ZCU_ERROR_INVALID_VALUE;
+    if (props->location.type != ZCU_MEM_LOCATION_TYPE_DEVICE) return ZCU_ERROR_INVALID_VALUE;
     int device = sim_physical(props->location.id);
     if (device < 0) return ZCU_ERROR_INVALID_DEVICE;
     if (props->handle_types & ~ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return ZCU_ERROR_NOT_SUPPORTED;
@@ -438,7 +443,7 @@ CALL(MemPoolSetAccess, 11020, zcu_pool pool, const zcu_access_desc *list, size_t
         int d = list[i].location.type == ZCU_MEM_LOCATION_TYPE_DEVICE ? sim_physical(list[i].location.id) : -1;
         if (d < 0) return ZCU_ERROR_INVALID_DEVICE;
         if (list[i].flags == ZCU_MEM_ACCESS_FLAGS_PROT_READ) return ZCU_ERROR_NOT_SUPPORTED;
-        if (list[i].flags != ZCU_MEM_ACCESS_FLAGS_PROT_NONE && list[i].flags != ZCU_MEM_ACCESS_FLAGS_PROT_READWRITE) return ZCU_ERROR_INVALID_VALUE;
+        if (list[i].flags && list[i].flags != ZCU_MEM_ACCESS_FLAGS_PROT_READWRITE) return ZCU_ERROR_INVALID_VALUE;
         if (d != p->device && !sim_peers(d, p->device)) return ZCU_ERROR_INVALID_DEVICE;
         if (d == p->device && !list[i].flags) return ZCU_ERROR_INVALID_DEVICE;
     }
@@ -535,6 +540,7 @@ zcu_result sim_pool_alloc(struct pool *p, uint64_t asked, struct stream *s, zcu_
     op->dst = g->offset;
     op->n = n;
     op->value = g->id;
+    hb_create(s, op);
     sim_submit(s, op);
     *out = (zcu_ptr)p->base + g->offset;
     return ZCU_SUCCESS;
@@ -591,6 +597,7 @@ zcu_result sim_pool_free(struct pool *p, zcu_ptr at, struct stream *s) {
     op->marker = sim_marker_ref(m);
     op->dst = g->offset;
     op->n = g->size;
+    op->value = g->id;
     sim_submit(s, op);
     return ZCU_SUCCESS;
 }
@@ -747,7 +754,7 @@ CALL(MemPoolImportPointer, 11020, zcu_ptr *out, zcu_pool pool, zcu_pool_blob *bl
     *i = (struct import){p->imports, b.offset, b.size, sim.next_id++, b.serial};
     p->imports = i;
     p->live++;
-    hb_imported(p, b.offset, b.serial);
+    hb_imported(p, b.serial);
     *out = (zcu_ptr)p->base + b.offset;
     return ZCU_SUCCESS;
 }

@@ -30,8 +30,8 @@ static bool read_stat(int pid, uint64_t *start, char *state) {
     char *at = strrchr(text, ')'); /* the name may hold anything */
     if (!at) return false;
     unsigned long long when = 0;
-    if (sscanf(at + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", state, &when) != 2)
-        return false;
+    const char *format = " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu";
+    if (sscanf(at + 1, format, state, &when) != 2) return false;
     *start = when;
     return true;
 }
@@ -90,7 +90,8 @@ int sim_session_open(void) {
         }
         shared = true;
     }
-    session = mmap(NULL, sizeof *session, PROT_READ | PROT_WRITE, MAP_NORESERVE | (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED), fd, 0);
+    int flags = MAP_NORESERVE | (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
+    session = mmap(NULL, sizeof *session, PROT_READ | PROT_WRITE, flags, fd, 0);
     if (session == MAP_FAILED) {
         if (fd >= 0) close(fd);
         return -1;
@@ -109,6 +110,7 @@ int sim_session_open(void) {
 /* ---- charges ---- */
 
 static bool same(struct process_id a, struct process_id b) { return a.pid == b.pid && a.start == b.start; }
+static bool gone(struct process_id p) { return !same(p, sim_self()) && sim_dead(p); }
 
 static bool imported(struct pool_charge *c) {
     for (int i = 0; i < SESSION_IMPORTERS; i++)
@@ -120,14 +122,14 @@ static bool imported(struct pool_charge *c) {
 static void purge(void) {
     for (int i = 0; i < SESSION_PROCESSES; i++) {
         struct process_charge *c = &session->processes[i];
-        if (c->owner.pid && !same(c->owner, sim_self()) && sim_dead(c->owner)) memset(c, 0, sizeof *c);
+        if (c->owner.pid && gone(c->owner)) memset(c, 0, sizeof *c);
     }
     for (int i = 0; i < SESSION_POOLS; i++) {
         struct pool_charge *c = &session->pools[i];
         if (!c->id) continue;
         for (int k = 0; k < SESSION_IMPORTERS; k++)
-            if (c->importers[k].pid && !same(c->importers[k], sim_self()) && sim_dead(c->importers[k])) c->importers[k].pid = 0;
-        if (!imported(c) && (c->destroyed || (!same(c->owner, sim_self()) && sim_dead(c->owner)))) memset(c, 0, sizeof *c);
+            if (c->importers[k].pid && gone(c->importers[k])) c->importers[k].pid = 0;
+        if (!imported(c) && (c->destroyed || gone(c->owner))) memset(c, 0, sizeof *c);
     }
 }
 

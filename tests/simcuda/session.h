@@ -8,7 +8,7 @@
 #define SESSION_PROCESSES 512
 #define SESSION_POOLS 1024
 #define SESSION_IMPORTERS 32
-#define SESSION_EVENTS 1024
+#define SESSION_EVENTS 8192
 #define SESSION_COUNTERS 1024
 #define SESSION_SHADOWS 4096
 #define SESSION_ACCESSES 48
@@ -37,6 +37,7 @@ struct shadow_access { uint64_t offset, n; uint32_t slot, tick; enum access_kind
 struct shadow {
     uint64_t pool, offset, n; /* pool 0: not in use */
     uint64_t id;              /* the owner's buffer id */
+    bool freed;
     uint32_t count;
     struct shadow_access access[SESSION_ACCESSES];
     struct { struct process_id process; uint32_t count; } importers[SESSION_SHADOW_IMPORTERS];

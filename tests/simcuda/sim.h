@@ -1,8 +1,8 @@
 /* sim.h: the state of the simulated driver, shared by its files.
  *
  * One mutex guards everything that is private to the process; one thread executes what the streams hold. What several
- * processes see lies in two kinds of shared memory: the session file (charged bytes, interprocess events, happens-before) and
- * the first part of each exportable pool's memfd. Both carry robust mutexes, so that a process may die anywhere.
+ * processes see lies in two kinds of shared memory: the session file (charged bytes, interprocess events, happens-before)
+ * and the first part of each exportable pool's memfd. Both carry robust mutexes, so that a process may die anywhere.
  * Lock order: sim.lock, then a pool's control lock, then the session's. */
 #ifndef SIM_H
 #define SIM_H
@@ -50,10 +50,12 @@ struct sim_symbol {
     SIM_EXPORT zcu_result cu##name##suffix(__VA_ARGS__) __attribute__((alias("cu" #name)));             \
     CALL(name, since, __VA_ARGS__)
 
-/* First statement of an entry point: not after a fork, not before cuInit, not after a fault, injected failures; then the
- * lock is held until the function returns. */
-#define ENTER(name)                                                                                     \
-    zcu_result sim_entered = sim_enter("cu" #name);                                                     \
+/* First statement of an entry point: not after a fork, not before cuInit, not after a fault (unless the call stays on the
+ * CPU), injected failures; then the lock is held until the function returns. */
+#define ENTER(name) ENTER_AS(name, true)
+#define ENTER_CPU(name) ENTER_AS(name, false)
+#define ENTER_AS(name, faulty)                                                                          \
+    zcu_result sim_entered = sim_enter("cu" #name, faulty);                                             \
     if (sim_entered) return sim_entered;                                                                \
     __attribute__((cleanup(sim_leave), unused)) int sim_held = sim_lock()
 /* ENTER of a call that is refused while another thread captures, see capture.c. */
@@ -61,12 +63,11 @@ struct sim_symbol {
     ENTER(name);                                                                                        \
     if (sim_capture_forbids()) return ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED
 
-zcu_result sim_enter(const char *name);
+zcu_result sim_enter(const char *name, bool faulty);
 int sim_lock(void);
 void sim_leave(int *held);
 int sim_fail(const char *name); /* the code that SIMCUDA_FAIL names for this very call, or 0 */
 bool sim_hidden(const char *name); /* SIMCUDA_HIDE names it */
-void sim_fail_init(void);
 
 /* What is known to have happened: one tick count for each stream of the session (hb.c). */
 struct clock { uint32_t at[SIM_SLOTS]; };
@@ -317,11 +318,12 @@ void hb_submit(struct op *op);
 void hb_begin(struct stream *s, struct op *op);
 void hb_posted(struct stream *s, zcu_ptr address, uint64_t value);
 void hb_awaited(struct stream *s, zcu_ptr address, uint64_t value);
-void hb_access(struct stream *s, zcu_ptr p, uint64_t n, bool write);
-void hb_created(struct stream *s, const struct op *op);
-void hb_freed(struct stream *s, const struct op *op);
-void hb_imported(const struct pool *p, uint64_t offset, uint64_t serial);
-void hb_unimported(struct stream *s, const struct op *op);
+void hb_access(const struct stream *s, zcu_ptr p, uint64_t n, bool write);
+void hb_create(const struct stream *s, const struct op *op);  /* OP_ALLOC is submitted */
+void hb_created(const struct stream *s, const struct op *op); /* … and executed */
+void hb_freed(const struct stream *s, const struct op *op);
+void hb_imported(const struct pool *p, uint64_t serial);
+void hb_unimported(const struct stream *s, const struct op *op);
 void hb_pool_gone(const struct pool *p);
 
 #endif

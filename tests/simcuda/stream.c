@@ -153,16 +153,18 @@ static int ready(struct stream *s, int64_t now) {
     }
 }
 
+static void illegal(const char *what, zcu_ptr at) { sim_set_fault(ZCU_ERROR_ILLEGAL_ADDRESS, what, at); }
+
 static void execute_copy(struct stream *s, struct op *op) {
-    if (!op->src_host && !sim_mapped(op->src, op->n)) return sim_set_fault(ZCU_ERROR_ILLEGAL_ADDRESS, "copy from unmapped memory", op->src);
-    if (!op->dst_host && !sim_mapped(op->dst, op->n)) return sim_set_fault(ZCU_ERROR_ILLEGAL_ADDRESS, "copy to unmapped memory", op->dst);
+    if (!op->src_host && !sim_mapped(op->src, op->n)) return illegal("copy from unmapped memory", op->src);
+    if (!op->dst_host && !sim_mapped(op->dst, op->n)) return illegal("copy to unmapped memory", op->dst);
     if (!op->src_host) hb_access(s, op->src, op->n, false);
     if (!op->dst_host) hb_access(s, op->dst, op->n, true);
     memmove((void *)op->dst, (void *)op->src, op->n);
 }
 
 static void execute_set(struct stream *s, struct op *op) {
-    if (!sim_mapped(op->dst, op->n)) return sim_set_fault(ZCU_ERROR_ILLEGAL_ADDRESS, "memset of unmapped memory", op->dst);
+    if (!sim_mapped(op->dst, op->n)) return illegal("memset of unmapped memory", op->dst);
     hb_access(s, op->dst, op->n, true);
     memset((void *)op->dst, op->byte, op->n);
 }
@@ -203,14 +205,14 @@ static void execute(struct stream *s) {
         break;
     case OP_WRITE_VALUE:
         if (!sim_registered((void *)op->dst, 8)) {
-            sim_set_fault(ZCU_ERROR_ILLEGAL_ADDRESS, "write value to memory that is not registered any more", op->dst);
+            illegal("write value to memory that is not registered any more", op->dst);
             break;
         }
         hb_posted(s, op->dst, op->value);
         __atomic_store_n((uint64_t *)op->dst, op->value, __ATOMIC_RELEASE);
         break;
     case OP_WAIT_VALUE:
-        if (!sim_registered((void *)op->src, 8)) sim_set_fault(ZCU_ERROR_ILLEGAL_ADDRESS, "wait value on memory that is not registered any more", op->src);
+        if (!sim_registered((void *)op->src, 8)) illegal("wait value on memory that is not registered any more", op->src);
         else hb_awaited(s, op->src, __atomic_load_n((uint64_t *)op->src, __ATOMIC_ACQUIRE));
         break;
     case OP_HOST:
@@ -422,7 +424,8 @@ int simcuda_step(zcu_stream stream, int timeout_ms) {
         struct timespec t = {until / 1000000000, until % 1000000000};
         s->steps = 1;
         pthread_cond_signal(&sim.work);
-        while (!sim.fault && busy(target, id, NULL, false) && pthread_cond_timedwait(&sim.progress, &sim.lock, &t) != ETIMEDOUT) {}
+        while (!sim.fault && busy(target, id, NULL, false))
+            if (pthread_cond_timedwait(&sim.progress, &sim.lock, &t) == ETIMEDOUT) break;
         if (!busy(target, id, NULL, false)) result = 1;
         else if ((s = any_stream(stream))) s->steps = 0;
     }

@@ -8,6 +8,8 @@ extern const struct sim_symbol __start_sim_symbols[] LOCAL, __stop_sim_symbols[]
 
 CALL_V(GetProcAddress, _v2, 12000, const char *name, void **out, int version, uint64_t flags, int *status) {
     (void)flags;
+    zcu_result r = sim_fail("cuGetProcAddress");
+    if (r) return r;
     int found = ZCU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     *out = NULL;
     for (const struct sim_symbol *s = __start_sim_symbols; s < __stop_sim_symbols; s++) {
