@@ -11,7 +11,7 @@ import ctypes
 import os
 
 import cudalib
-from cudalib import CHUNK, INVALID_VALUE, MEASURED, MIB, Child, CudaError, Driver, Importer, Report, window
+from cudalib import CHUNK, INVALID_VALUE, MEASURED, MIB, Child, ChildDied, CudaError, Driver, Importer, Report, window
 
 
 def field(blob: bytes, at: int) -> int:
@@ -90,6 +90,8 @@ def experiment(report: Report) -> None:
                         f"imports without an error and shows {seen}; the owner's new tensors hold b2b2b2b2 everywhere", bytes=seen)
         except CudaError as error:
             report.step("stale blob", True, f"is refused ({error})")
+        except ChildDied as error:
+            report.step("stale blob", True, f"kills the importer ({error})")
     for p in again:
         cu.free(p, stream)
     cu.sync(stream)

@@ -22,11 +22,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ENDS = {".c", ".h", ".py", ".pyi", ".toml"}
 
-# script: seconds that it may take. 585 in all.
+# script: seconds that it may take. 580 in all.
 SCRIPTS = {
-    "verify_pool_swap.py": 100, "repro_mempool_import_segv.py": 80, "probe_retention.py": 40, "probe_duplicate_import.py": 25,
-    "probe_graph_capture.py": 60, "probe_blob_layout.py": 30, "probe_dead_event.py": 50, "probe_import_cost.py": 45,
-    "probe_readonly.py": 30, "probe_backends.py": 120, "wddm_pool_probe.py": 5,
+    "verify_pool_swap.py": 85, "repro_mempool_import_segv.py": 80, "probe_retention.py": 40, "probe_duplicate_import.py": 25,
+    "probe_graph_capture.py": 60, "probe_blob_layout.py": 30, "probe_dead_event.py": 70, "probe_import_cost.py": 45,
+    "probe_readonly.py": 30, "probe_backends.py": 110, "wddm_pool_probe.py": 5,
 }
 
 
