@@ -27,7 +27,7 @@ from ._after_import import AfterImport, loaded
 
 _log = logging.getLogger("comfy_zerocopy")
 
-LIMIT = "4096 MiB"  # 128 chunks of 32 MiB: beyond it the driver's import overruns an array on its own stack
+LIMIT = "any size (above 4096 MiB where the driver passes the check of windows)"  # csrc/window.h, canary.py
 _HOST_SERVES = "Workers still run: tensors cross through host memory."
 
 #: Asked right before CUDA would be touched. A host that has not set CUDA_VISIBLE_DEVICES yet names the module whose import
@@ -61,7 +61,7 @@ class Status:
         line = f"comfy_zerocopy {self.version}: mode {self.mode}"
         if self.state == "on":
             line += " on " + ", ".join(f"cuda:{d['ordinal']} {d['name']}" for d in self.devices if not d["why"])
-            line += f"; GPU tensors are shared up to {self.limit}"
+            line += f"; GPU tensors of {self.limit} are shared"
             line += "".join(f"; cuda:{d['ordinal']} is not: {d['why']}" for d in self.devices if d["why"])
         else:
             line += f", {self.state}" if self.state != "off" else ""
@@ -247,7 +247,7 @@ class _Installation:
             return Status(
                 mode=self.settings.mode, source=self.settings.source, state=self.state, reason=self.reason,
                 platform=str(verdict), driver=self.driver, devices=[dict(d) for d in self.devices], limit=LIMIT if on else "",
-                rungs={"pool": f"{inputs} up to {LIMIT}" if on else f"not used: {self.reason or 'mode off'}",
+                rungs={"pool": f"{inputs} of {LIMIT}" if on else f"not used: {self.reason or 'mode off'}",
                        "host": "everything else" if verdict.ok else f"not used: {verdict.why}"},
                 problems=list(self.settings.problems))
 

@@ -44,7 +44,6 @@ def _why_missing(error: ImportError) -> Verdict:
     built = sorted(p.name for p in _FOLDER.glob("_zcx.*") if p.suffix in (".so", ".pyd"))
     if not built:
         return Verdict(False, "The extension of comfy_zerocopy is not built.", _how_to_build())
-    # 3.10 would take an abi3 file by its name, but ours needs what the stable ABI holds from 3.11 on.
     fit = [s for s in importlib.machinery.EXTENSION_SUFFIXES if s != ".abi3.so" or sys.version_info >= (3, 11)]
     if not any(name == "_zcx" + suffix for name in built for suffix in fit):
         here = f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]}"
@@ -61,6 +60,11 @@ def _look() -> tuple[Verdict, ModuleType | None]:
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return Verdict(False, "comfy_zerocopy does not support free-threaded Python.",
                        "Use the regular build of the same Python version."), None
+    if sys.version_info < (3, 11):
+        # By its name it would take an abi3 file, and load it; but ours needs what the stable ABI holds from 3.11 on.
+        spec = importlib.machinery.PathFinder.find_spec(f"{__package__}._zcx", [str(_FOLDER)])
+        if spec is not None and (spec.origin or "").endswith(".abi3.so"):
+            return _why_missing(ImportError("it is for 3.11 and newer")), None
     try:
         module = importlib.import_module(f"{__package__}._zcx")
     except ImportError as error:

@@ -132,7 +132,7 @@ def _driver(touch: bool) -> Iterator[Finding]:
             yield Finding("gpu", "note", f"{name}: shared; without 64-bit stream memory operations, so interprocess events "
                                          "order the work", "A newer driver may have them.")
         else:
-            yield Finding("gpu", "ok", f"{name}: shared up to {_install.LIMIT} a tensor")
+            yield Finding("gpu", "ok", f"{name}: tensors of {_install.LIMIT} can be shared")
 
 
 def _torch(may_import: bool) -> Iterator[Finding]:

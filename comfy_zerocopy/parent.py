@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from . import __version__, _install, _native, config, process, tensor, tree
+from . import __version__, _install, _native, canary, config, process, tensor, tree
 from .array import DeviceMemory, contiguous_strides
 from .errors import (
     CallTimeout,
@@ -111,6 +111,7 @@ class _Session:
         self.busy = threading.Lock()  # held by the thread that drives the session; the keeper releases nothing under it
         self.handles: tree.Handles | None = None
         self.parent: Any = None
+        self.pools = canary.Pools(owner.name, owner._demoted)
         self.process = process.Process([owner._target], python=owner._python, env=owner._env, cwd=owner._cwd, name=owner.name,
                                        on_gone=self._gone)
         with _all_lock:
@@ -193,7 +194,7 @@ class Worker:
         self._closed = False
         self._queue: _Queue | None = None
         self._queue_lock = threading.Lock()
-        self._refused: dict[tuple[int, int], str] = {}
+        self._demoted: dict[int, str] = {}
         self.last_report = Report(())
 
     # ---- life ----
@@ -234,7 +235,8 @@ class Worker:
             found["state"] = s.parent.state if self.alive else "dead"
             found.update(s.parent.stats())
             found["handles"] = len(s.handles or ())
-            found["refused_pools"] = {str(k[0]): v for k, v in self._refused.items()}
+            found["pools"] = {**{k: v or "proved" for k, v in s.pools.verdicts.items()}, **self._demoted}
+            found["windows"] = {k: v or "proved" for k, v in s.pools.windows.items()}
         return found
 
     def close(self) -> None:
@@ -285,13 +287,32 @@ class Worker:
         try:
             if self._closed:
                 raise Error(f"worker {self.name} is closed: make another one")
-            session = self._started(deadline, timeout)
-            call = _Call(self, session, function, streams, deadline, timeout)
-            if running is not None:
-                running.bind(call)
-            return call.run(args, kwargs)
+            while True:
+                session = self._started(deadline, timeout)
+                call = _Call(self, session, function, streams, deadline, timeout)
+                if running is not None:
+                    running.bind(call)
+                try:
+                    return call.run(args, kwargs)
+                except canary.Stuck as stuck:
+                    # The rung is demoted, so this comes once per device; the function has not begun, or may have.
+                    session.process.kill()
+                    if call.sent:
+                        raise WorkerDied(f"worker {self.name}: {stuck}", **session.process.describe(), state="running") from None
         finally:
             self._turn.give()
+
+    def _prove_windows(self, pool: Any) -> str:
+        """For canary.sacrifice(): "" or why windows cannot be used, tried in this worker's process."""
+        deadline = time.monotonic() + canary.SECONDS
+        session = self._started(deadline, canary.SECONDS)
+        call = _Call(self, session, "windows check", {}, deadline, canary.SECONDS)
+        with session.busy:
+            try:
+                index, why = session.pools.open(session.parent, pool, call._until)
+                return why or session.pools._check(session.parent, index, pool.ordinal, _native.zcx().PROVE_WINDOWS, "windows", call._until)
+            except canary.Stuck as stuck:
+                return str(stuck)
 
     def _started(self, deadline: float | None, timeout: float | None) -> _Session:
         """Holding the turn: the running session, or a new one."""
@@ -301,7 +322,6 @@ class Worker:
         if s is not None:
             self._session = None
             s.process.kill()
-        self._refused.clear()
         try:
             s = _Session(self)
         except OSError as error:
@@ -415,6 +435,7 @@ class _Call:
         self.results: dict[int, tensor.Memory] = {}
         self.avoid: dict[int, str] = {}  # index of a look: why it must take the host rung
         self.wanted_cancel = False
+        self.sent = False  # the worker may have begun with it
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         encoder = tree.Encoder((self.function, args, kwargs), "call", self.session.handles)
@@ -429,6 +450,7 @@ class _Call:
                 if outcome is not None:
                     return self._finish(outcome)
                 self.parent.end()
+                self.sent = False
         except _native.zcx().Failure as failure:
             if self.parent.state == "broken":
                 raise _died(self.owner, self.session, failure, "running") from None
@@ -452,6 +474,7 @@ class _Call:
             data = encoder.write()
         if not self.parent.send(data, _ns(self.deadline)):
             raise CallTimeout(f"{self.owner.name}.{self.function}: the worker did not take the call within {self.timeout} s")
+        self.sent = True
         outcome = self._wait()
         if outcome[0] == "import_refused":
             for index in indices.get(outcome[1], ()):
@@ -494,35 +517,26 @@ class _Call:
             return None, str(failure)
         if pool is None or info["pool"] != pool.handle:
             return None, _why_not_shareable(info, pool)
-        index, why = self._offer(pool)
+        index, why = self.session.pools.open(self.parent, pool, self._until)
         if index is None:
             return None, why
+        if info["size"] > self.parent.limit(index):
+            self.session.pools.open_windows(self.parent, pool, self._until)
         try:
             return self.parent.lend_pool(index, g.low, g.high - g.low, self._stream(g.device), owner), ""
         except z.Failure as failure:
             if failure.code == z.E_UNFIT and "captured" not in str(failure):
-                return None, str(failure)
+                return None, self._with_windows(pool, str(failure))
             raise
 
     def _stream(self, ordinal: int) -> int:
         stream = self.streams.get(ordinal)
         return tensor.current_stream(ordinal) if stream is None else stream.cuda_stream
 
-    def _offer(self, pool: Any) -> tuple[int | None, str]:
-        """The pool's index in this session once the worker has opened it; or why it has not."""
-        key = (pool.ordinal, self.session.process.pid)
-        if key in self.owner._refused:
-            return None, self.owner._refused[key]
-        index, accepted = self.parent.offer(pool)
-        if accepted is None:
-            event = self._until("pool")
-            if event[2]:
-                self.owner._refused[key] = event[3]
-                _log.info("comfy_zerocopy: worker %s takes no GPU memory of cuda:%d: %s", self.owner.name, pool.ordinal, event[3])
-                return None, event[3]
-        elif not accepted:
-            return None, self.owner._refused.get(key, "the worker refused the pool")
-        return index, ""
+    def _with_windows(self, pool: Any, why: str) -> str:
+        """A refusal of the pool rung, with what the windows' check showed if it was that."""
+        windows = self.session.pools.windows.get(pool.ordinal)
+        return f"{why}; {windows}" if windows else why
 
     def _lent(self, encoder: tree.Encoder, indices: dict[int, list[int]], g: tensor.Group, number: int, owner: Any) -> None:
         indices[number] = g.members
@@ -552,9 +566,13 @@ class _Call:
 
     # ---- waiting ----
 
-    def _until(self, kind: str) -> tuple[Any, ...]:
-        event = self.parent.run(_ns(self.deadline), self._on_event)
+    def _until(self, kind: str, deadline: float | None) -> tuple[Any, ...] | None:
+        """The next event of that kind; None at `deadline` if that comes before the call's own."""
+        first = min((d for d in (deadline, self.deadline) if d is not None), default=None)
+        event = self.parent.run(_ns(first), self._on_event)
         if event is None:
+            if first == deadline:
+                return None
             raise CallTimeout(f"{self.owner.name}.{self.function}: no answer within {self.timeout} s")
         if event[0] != kind:
             raise ProtocolError(f"worker {self.owner.name} answered {event[0]!r} where {kind!r} was due")
@@ -626,10 +644,12 @@ class _Call:
             if pool is None:
                 self.parent.refuse(request, z.REFUSED_RUNG, _why_no_pool(ordinal))
                 return
-            index, why = self._offer(pool)
+            index, why = self.session.pools.open(self.parent, pool, self._until)
             if index is None:
                 self.parent.refuse(request, z.REFUSED_RUNG, why)
                 return
+            if nbytes > self.parent.limit(index):
+                self.session.pools.open_windows(self.parent, pool, self._until)
             owner, address = allocate(ordinal, nbytes, pool, self.streams.get(ordinal))
             if z.pointer(address)["pool"] != pool.handle:
                 self.parent.refuse(request, z.REFUSED_RUNG, "another pool was made current on the device")
@@ -644,7 +664,7 @@ class _Call:
         except z.Failure as failure:
             if self.parent.state == "broken":
                 raise
-            self.parent.refuse(request, z.REFUSED_RUNG, str(failure))
+            self.parent.refuse(request, z.REFUSED_RUNG, self._with_windows(pool, str(failure)))
 
     def _finish(self, outcome: tuple[Any, ...]) -> Any:
         z = _native.zcx()

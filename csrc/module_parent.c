@@ -125,6 +125,7 @@ static PyObject *event_object(const struct zcx_event *ev) {
     case ZCX_EV_STARTED: return Py_BuildValue("(s)", "started");
     case ZCX_EV_FAILED_START: return Py_BuildValue("(sy#)", "failed_start", (const char *)ev->tree, (Py_ssize_t)ev->tree_bytes);
     case ZCX_EV_POOL: return Py_BuildValue("(sIiN)", "pool", ev->pool, ev->refused, module_text(ev->text));
+    case ZCX_EV_PROVED: return Py_BuildValue("(sIiN)", "proved", ev->pool, ev->refused, module_text(ev->text));
     case ZCX_EV_PROGRESS: return Py_BuildValue("(sddN)", "progress", ev->progress.done, ev->progress.total, module_text(ev->progress.message));
     case ZCX_EV_RESULT: return Py_BuildValue("(sy#)", "result", (const char *)ev->tree, (Py_ssize_t)ev->tree_bytes);
     case ZCX_EV_ERROR: return Py_BuildValue("(sIy#)", "error", ev->code, (const char *)ev->tree, (Py_ssize_t)ev->tree_bytes);
@@ -190,6 +191,24 @@ static PyObject *parent_offer(PyObject *self, PyObject *pool) {
     Py_END_ALLOW_THREADS
     if (r < 0) return failed(self, r, &err);
     return Py_BuildValue("(IN)", index, accepted < 0 ? Py_NewRef(Py_None) : PyBool_FromLong(accepted));
+}
+
+static PyObject *parent_limit(PyObject *self, PyObject *index) {
+    unsigned long pool = PyLong_AsUnsignedLong(index);
+    if (PyErr_Occurred()) return NULL;
+    return PyLong_FromUnsignedLongLong(zcx_parent_limit(session_of(self), (unsigned)pool));
+}
+
+static PyObject *parent_prove(PyObject *self, PyObject *args) {
+    unsigned index, step;
+    struct zcx_err err = {0};
+    int r;
+    if (!PyArg_ParseTuple(args, "II:prove", &index, &step)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    r = zcx_parent_prove(session_of(self), index, step, &err);
+    Py_END_ALLOW_THREADS
+    if (r) return failed(self, r, &err);
+    Py_RETURN_NONE;
 }
 
 static PyObject *parent_begin(PyObject *self, PyObject *limit) {
@@ -420,6 +439,8 @@ static PyMethodDef parent_methods[] = {
      "run(deadline, on_event) -> event | None\n\nReceive until something ends the wait; None at the deadline (CLOCK_MONOTONIC ns, None: never).\n"
      "on_event is called for ('alloc', …), ('progress', …), ('handle_drop', …) and ('released',)."},
     {"offer", parent_offer, METH_O, "offer(pool) -> (index, True | False | None)"},
+    {"limit", parent_limit, METH_O, "limit(index) -> bytes: the largest allocation that is sure to be importable"},
+    {"prove", parent_prove, METH_VARARGS, "prove(index, PROVE_POOL | PROVE_WINDOWS): ('proved', index, failed, reason) follows"},
     {"begin", parent_begin, METH_O, "begin(max_result_bytes | None) -> seq"},
     {"lend_pool", parent_lend_pool, METH_VARARGS, "lend_pool(index, ptr, nbytes, stream, owner) -> id"},
     {"lend_shared", parent_lend_shared, METH_VARARGS, "lend_shared(address, nbytes, owner) -> id | None"},

@@ -31,6 +31,7 @@ struct import {
     uint64_t buffer_id, size;
     zcu_ptr base;
     uint32_t count;           /* 0: empty */
+    struct zcx_windows windows; /* step 0: imported whole */
 };
 
 struct zcx_pool {
@@ -248,34 +249,29 @@ int zcx_pool_free(struct zcx_pool *p, zcu_ptr ptr, zcu_stream stream, struct zcx
     return rc;
 }
 
-static uint64_t u64_at(const unsigned char *bytes) {
-    uint64_t v;
-    memcpy(&v, bytes, sizeof v); /* the driver's own byte order, on this machine */
-    return v;
-}
-
-uint32_t zcx_pool_chunks(const unsigned char blob[64], uint64_t alloc_bytes) {
-    uint64_t offset = u64_at(blob + 24), size = u64_at(blob + 32), chunks;
-
-    if (alloc_bytes == 0) return 0;
-    if (size == alloc_bytes && offset <= UINT64_MAX - (size - 1)) {
-        chunks = (offset + (size - 1)) / ZCX_CHUNK_BYTES - offset / ZCX_CHUNK_BYTES + 1;
-    } else {
-        /* The worst start is the last byte of a chunk: that one byte lies in a chunk of its own, what remains fills others. */
-        uint64_t rest = alloc_bytes - 1;
-        chunks = 1 + rest / ZCX_CHUNK_BYTES + (rest % ZCX_CHUNK_BYTES != 0);
-    }
-    return chunks > UINT32_MAX ? UINT32_MAX : (uint32_t)chunks;
-}
-
-/* More than the limit wherever it begins? Then it is not even exported: that costs 6 ms for 16 GiB, and memory that was
- * exported once is never given back. */
-static int too_large(uint64_t alloc_bytes) { return alloc_bytes > ZCX_CHUNK_LIMIT * ZCX_CHUNK_BYTES; }
-
 static int refuse_chunks(uint64_t alloc_bytes, uint32_t chunks, struct zcx_err *err) {
     return zcx_fail(err, ZCX_E_UNFIT,
-                    "an allocation of %llu MiB lies in %u chunks of 32 MiB, and the driver imports no more than %d safely",
-                    (unsigned long long)(alloc_bytes >> 20), chunks, ZCX_CHUNK_LIMIT);
+                    "an allocation of %llu MiB lies in %u chunks of 32 MiB, and the driver imports no more than %u at once safely",
+                    (unsigned long long)(alloc_bytes >> 20), chunks, zcx_chunk_limit());
+}
+
+/* More than the limit wherever it begins? Then, without windows, it is not even exported: that costs 6 ms for 16 GiB, and
+ * memory that was exported once is never given back. */
+static int too_large(uint64_t alloc_bytes) { return alloc_bytes > zcx_chunk_limit() * ZCX_CHUNK_BYTES; }
+
+/* The window to import with, 0 for none, or the guard's refusal. */
+static int choose_window(const unsigned char blob[64], uint64_t alloc_bytes, enum zcx_windows_use use, uint32_t *window,
+                         struct zcx_err *err) {
+    uint32_t chunks = zcx_blob_chunks(blob, alloc_bytes), limit = zcx_chunk_limit();
+    uint64_t offset;
+
+    *window = 0;
+    if (use != ZCX_WINDOWS_PROVE && chunks <= limit) return 0;
+    if (use == ZCX_WINDOWS_NO) return refuse_chunks(alloc_bytes, chunks, err);
+    if (zcx_blob_fields(blob, alloc_bytes, &offset))
+        return zcx_fail(err, ZCX_E_UNFIT, "this driver lays out what it exports in a way that is not known, so it cannot be cut into windows");
+    *window = use == ZCX_WINDOWS_PROVE ? 1 : limit < ZCX_WINDOW_CHUNKS ? limit : ZCX_WINDOW_CHUNKS;
+    return 0;
 }
 
 /* Under the lock: two threads that export the same allocation pay once. */
@@ -295,11 +291,12 @@ static int blob_of(const struct zcx_driver *d, struct zcx_pool *p, const struct 
     return 0;
 }
 
-int zcx_pool_export(struct zcx_pool *p, zcu_ptr ptr, uint64_t nbytes, struct zcx_export *out, struct zcx_err *err) {
+int zcx_pool_export(struct zcx_pool *p, zcu_ptr ptr, uint64_t nbytes, enum zcx_windows_use windows, struct zcx_export *out,
+                    struct zcx_err *err) {
     struct zcx_ptr_info info;
     struct zcx_scope s;
     zcu_pool_blob blob;
-    uint32_t chunks;
+    uint32_t window;
     int rc;
 
     if (p->fd < 0) return zcx_fail(err, ZCX_E_RANGE, "only the process that made a pool exports pointers of it");
@@ -322,19 +319,16 @@ int zcx_pool_export(struct zcx_pool *p, zcu_ptr ptr, uint64_t nbytes, struct zcx
                       (unsigned long long)info.size);
         goto close_scope;
     }
-    if (too_large(info.size)) {
-        rc = refuse_chunks(info.size, zcx_pool_chunks((unsigned char[64]){0}, info.size), err);
+    if (windows == ZCX_WINDOWS_NO && too_large(info.size)) {
+        rc = refuse_chunks(info.size, zcx_blob_chunks((unsigned char[64]){0}, info.size), err);
         goto close_scope;
     }
     pthread_mutex_lock(&p->lock);
     rc = blob_of(s.d, p, &info, &blob, err);
     pthread_mutex_unlock(&p->lock);
+    if (!rc) rc = choose_window(blob.bytes, info.size, windows, &window, err);
     if (rc) goto close_scope;
-    chunks = zcx_pool_chunks(blob.bytes, info.size);
-    if (chunks > ZCX_CHUNK_LIMIT) {
-        rc = refuse_chunks(info.size, chunks, err);
-        goto close_scope;
-    }
+    out->window = window;
     out->buffer_id = info.buffer_id;
     out->alloc_bytes = info.size;
     out->offset = ptr - info.base;
@@ -451,12 +445,61 @@ static void forget(struct zcx_pool *p, struct import *gone) {
     p->imports[hole].count = 0;
 }
 
+/* Give up windows [from, to) of an import. The first failure is the one to report: the context is lost then. */
+static int free_windows(const struct zcx_driver *d, const struct zcx_windows *w, zcu_ptr base, uint64_t from, uint64_t to,
+                        zcu_stream stream, struct zcx_err *err) {
+    int rc = 0;
+    for (uint64_t k = from; k < to && !rc; k++) {
+        uint64_t start, bytes;
+        zcx_windows_at(w, k, &start, &bytes);
+        rc = zcx_cu(err, "cuMemFreeAsync", d->MemFreeAsync(base + start, stream));
+    }
+    return rc;
+}
+
+/* One import per window. They must land side by side, as they lie in the exporter. */
+static int import_windows(const struct zcx_driver *d, struct zcx_pool *p, const struct zcx_export *e,
+                          const struct zcx_windows *w, zcu_ptr *base, struct zcx_err *err) {
+    uint64_t count = zcx_windows_count(w), k;
+    int rc = 0;
+
+    for (k = 0; k < count; k++) {
+        uint64_t start, bytes;
+        zcu_pool_blob blob;
+        zcu_ptr ptr;
+        zcx_windows_at(w, k, &start, &bytes);
+        zcx_windows_blob(w, k, e->blob, blob.bytes);
+        rc = zcx_cu(err, "cuMemPoolImportPointer", d->MemPoolImportPointer(&ptr, p->handle, &blob));
+        if (rc) break;
+        if (k == 0) *base = ptr;
+        if (ptr != *base + start) {
+            d->MemFreeAsync(ptr, NULL);
+            rc = zcx_fail(err, ZCX_E_UNFIT, "the driver did not import window %llu of %llu next to the one before it",
+                          (unsigned long long)k, (unsigned long long)count);
+            break;
+        }
+    }
+    if (rc) free_windows(d, w, *base, 0, k, NULL, NULL);
+    return rc;
+}
+
+static int import_whole(const struct zcx_driver *d, struct zcx_pool *p, const struct zcx_export *e, zcu_ptr *base,
+                        struct zcx_err *err) {
+    zcu_pool_blob blob;
+    uint32_t chunks = zcx_blob_chunks(e->blob, e->alloc_bytes);
+
+    /* What the fields say is the peer's word too: a size above the limit is refused whatever they are. */
+    if (too_large(e->alloc_bytes) || chunks > zcx_chunk_limit()) return refuse_chunks(e->alloc_bytes, chunks, err);
+    memcpy(blob.bytes, e->blob, sizeof blob.bytes);
+    return zcx_cu(err, "cuMemPoolImportPointer", d->MemPoolImportPointer(base, p->handle, &blob));
+}
+
 static int map_locked(const struct zcx_driver *d, struct zcx_pool *p, const struct zcx_export *e, zcu_ptr *base,
                       struct zcx_err *err) {
     struct import *known = p->capacity ? find(p->imports, p->capacity, e->buffer_id) : NULL;
-    zcu_pool_blob blob;
-    uint32_t chunks;
-    zcu_ptr ptr;
+    struct zcx_windows windows = {0};
+    uint64_t offset;
+    zcu_ptr ptr = 0;
     int rc;
 
     if (known && known->count) {
@@ -471,15 +514,17 @@ static int map_locked(const struct zcx_driver *d, struct zcx_pool *p, const stru
         return 0;
     }
     if (e->alloc_bytes == 0) return zcx_fail(err, ZCX_E_PROTOCOL, "an allocation of no bytes");
-    chunks = zcx_pool_chunks(e->blob, e->alloc_bytes);
-    if (too_large(e->alloc_bytes) || chunks > ZCX_CHUNK_LIMIT) return refuse_chunks(e->alloc_bytes, chunks, err);
+    if (e->window > zcx_chunk_limit()) return zcx_fail(err, ZCX_E_UNFIT, "a window of %u chunks is above the limit", e->window);
+    if (e->window) {
+        if (zcx_blob_fields(e->blob, e->alloc_bytes, &offset))
+            return zcx_fail(err, ZCX_E_UNFIT, "what was exported is laid out in a way that is not known here");
+        windows = zcx_windows_of(offset, e->alloc_bytes, e->window);
+    }
     rc = make_room(p, err);
-    if (rc) return rc;
-    memcpy(blob.bytes, e->blob, sizeof blob.bytes);
-    rc = zcx_cu(err, "cuMemPoolImportPointer", d->MemPoolImportPointer(&ptr, p->handle, &blob));
+    if (!rc) rc = e->window ? import_windows(d, p, e, &windows, &ptr, err) : import_whole(d, p, e, &ptr, err);
     if (rc) return rc;
     *find(p->imports, p->capacity, e->buffer_id) =
-        (struct import){.buffer_id = e->buffer_id, .size = e->alloc_bytes, .base = ptr, .count = 1};
+        (struct import){.buffer_id = e->buffer_id, .size = e->alloc_bytes, .base = ptr, .count = 1, .windows = windows};
     p->mapped++;
     *base = ptr;
     return 0;
@@ -497,6 +542,11 @@ int zcx_pool_map(struct zcx_pool *p, const struct zcx_export *e, zcu_ptr *base, 
     return rc;
 }
 
+static int free_import(const struct zcx_driver *d, const struct import *i, zcu_stream stream, struct zcx_err *err) {
+    if (!i->windows.step) return zcx_cu(err, "cuMemFreeAsync", d->MemFreeAsync(i->base, stream));
+    return free_windows(d, &i->windows, i->base, 0, zcx_windows_count(&i->windows), stream, err);
+}
+
 static int unmap_locked(const struct zcx_driver *d, struct zcx_pool *p, uint64_t buffer_id, zcu_stream stream, int *last,
                         struct zcx_err *err) {
     struct import *known = p->capacity ? find(p->imports, p->capacity, buffer_id) : NULL;
@@ -506,7 +556,7 @@ static int unmap_locked(const struct zcx_driver *d, struct zcx_pool *p, uint64_t
         return zcx_fail(err, ZCX_E_RANGE, "buffer %llu is not imported here", (unsigned long long)buffer_id);
     *last = known->count == 1;
     if (*last) {
-        rc = zcx_cu(err, "cuMemFreeAsync", d->MemFreeAsync(known->base, stream));
+        rc = free_import(d, known, stream, err);
         if (rc) return rc; /* still imported, and still counted */
         forget(p, known);
         p->mapped--;
@@ -554,7 +604,7 @@ void zcx_pool_unref(struct zcx_pool *p) {
             destroy_exporter(s.d, p);
         } else {
             for (uint32_t i = 0; i < p->capacity; i++)
-                if (p->imports[i].count) s.d->MemFreeAsync(p->imports[i].base, NULL);
+                if (p->imports[i].count) free_import(s.d, &p->imports[i], NULL, NULL);
             s.d->MemPoolDestroy(p->handle);
         }
         zcx_scope_close(&s);

@@ -11,9 +11,7 @@
 #define ZCX_POOL_H
 
 #include "driver.h"
-
-#define ZCX_CHUNK_BYTES (32ull << 20)
-#define ZCX_CHUNK_LIMIT 128 /* an import of more chunks overruns an array on the driver's stack (580.126.20, 580.159.04) */
+#include "window.h"
 
 struct zcx_pool; /* reference-counted */
 
@@ -44,16 +42,20 @@ struct zcx_export {
     uint64_t buffer_id;
     uint64_t alloc_bytes;  /* size of the whole allocation, from its base */
     uint64_t offset;       /* of the pointer asked for, from the base */
+    uint32_t window;       /* chunks per window of the import; 0: imported whole */
     unsigned char blob[64];
 };
+/* How an import may be cut, see window.h: only where the importer proved windows on its driver. */
+enum zcx_windows_use {
+    ZCX_WINDOWS_NO,     /* not proved: above the limit there is no import */
+    ZCX_WINDOWS_YES,    /* proved: what is above the limit goes in windows of ZCX_WINDOW_CHUNKS */
+    ZCX_WINDOWS_PROVE,  /* the proof itself: windows of one chunk, whatever the size */
+};
 /* Export the allocation that holds `ptr` (interior pointers allowed; `nbytes` must stay inside it).
- * -ZCX_E_UNFIT, with the reason: not from this pool; more than ZCX_CHUNK_LIMIT chunks would be touched. */
-int zcx_pool_export(struct zcx_pool *p, zcu_ptr ptr, uint64_t nbytes, struct zcx_export *out, struct zcx_err *err);
-
-/* Chunks that an import of this allocation touches, straddled ones included. Exact when the blob's fields (u64 offset at
- * byte 24, u64 size at byte 32: undocumented) agree with alloc_bytes, else the upper bound for an unknown start.
- * Pure; used as the guard on both sides. */
-uint32_t zcx_pool_chunks(const unsigned char blob[64], uint64_t alloc_bytes);
+ * -ZCX_E_UNFIT, with the reason: not from this pool; more than zcx_chunk_limit() chunks would be touched and windows are not
+ * to be used; the blob's layout is not the known one and windows were needed. */
+int zcx_pool_export(struct zcx_pool *p, zcu_ptr ptr, uint64_t nbytes, enum zcx_windows_use windows, struct zcx_export *out,
+                    struct zcx_err *err);
 
 struct zcx_pool_usage { uint64_t reserved, reserved_high, used, used_high, exports; };
 int zcx_pool_usage(struct zcx_pool *p, struct zcx_pool_usage *out, struct zcx_err *err);
@@ -65,7 +67,7 @@ int zcx_pool_usage(struct zcx_pool *p, struct zcx_pool_usage *out, struct zcx_er
 int zcx_pool_import(struct zcx_pool **out, int fd, const zcu_uuid *uuid, struct zcx_err *err);
 
 /* Import, or count one more, by buffer id. *base is the start of the allocation in this process.
- * -ZCX_E_UNFIT: the guard refuses. -ZCX_E_PROTOCOL: a known id with another size. (Another blob is none: the exporter may
+ * -ZCX_E_UNFIT: the guard refuses, or windows did not land side by side. -ZCX_E_PROTOCOL: a known id with another size. (Another blob is none: the exporter may
  * have had to export a live allocation again, and nothing says that the bytes come out the same.) */
 int zcx_pool_map(struct zcx_pool *p, const struct zcx_export *e, zcu_ptr *base, struct zcx_err *err);
 

@@ -257,6 +257,7 @@ void zcx_buffer_encode(const struct zcx_buffer *b, unsigned char out[ZCX_BUFFER_
     out[8] = b->rung;
     out[9] = b->flags;
     store16(out + 10, b->pool);
+    store32(out + 12, b->window);
     store64(out + 16, b->nbytes);
     store64(out + 24, b->offset);
     store64(out + 32, b->alloc_bytes);
@@ -266,12 +267,13 @@ void zcx_buffer_encode(const struct zcx_buffer *b, unsigned char out[ZCX_BUFFER_
 
 int zcx_buffer_decode(const unsigned char in[ZCX_BUFFER_BYTES], struct zcx_buffer *out, struct zcx_err *err) {
     struct zcx_buffer b;
-    if (!all_zero(in + 12, 4) || !all_zero(in + 112, 16))
+    if (!all_zero(in + 112, 16))
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer has bytes set that must be zero");
     b.id = load64(in);
     b.rung = in[8];
     b.flags = in[9];
     b.pool = load16(in + 10);
+    b.window = load32(in + 12);
     b.nbytes = load64(in + 16);
     b.offset = load64(in + 24);
     b.alloc_bytes = load64(in + 32);
@@ -281,6 +283,7 @@ int zcx_buffer_decode(const unsigned char in[ZCX_BUFFER_BYTES], struct zcx_buffe
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer names the unknown rung %u", (unsigned)b.rung);
     if (b.flags & ~ZCX_BUFFER_RESULT)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer has unknown flags %#x", (unsigned)b.flags);
+    if (b.window && b.rung != ZCX_RUNG_POOL) return zcx_fail(err, ZCX_E_PROTOCOL, "only a pool's buffer is imported in windows");
     if (b.nbytes > UINT64_MAX - b.offset)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer ends beyond any address");
     if (b.rung == ZCX_RUNG_POOL && b.offset + b.nbytes > b.alloc_bytes)
@@ -391,6 +394,53 @@ int zcx_gate_event_decode(const unsigned char *body, size_t n, struct zcx_gate_e
     m.pool = get16(&r);
     m.slot = get32(&r);
     get_bytes(&r, m.handle, sizeof m.handle);
+    if ((rc = ended(&r, err))) return rc;
+    *out = m;
+    return 0;
+}
+
+long zcx_prove_encode(const struct zcx_prove *m, unsigned char *out, size_t cap, struct zcx_err *err) {
+    struct writer w = write_to(out, cap);
+    unsigned char *p;
+    put32(&w, m->step);
+    put64(&w, m->seed);
+    if ((p = room(&w, ZCX_GATE_REF_BYTES))) zcx_gate_ref_encode(&m->gate, p);
+    if ((p = room(&w, ZCX_BUFFER_BYTES))) zcx_buffer_encode(&m->buffer, p);
+    return written(&w, err);
+}
+
+int zcx_prove_decode(const unsigned char *body, size_t n, struct zcx_prove *out, struct zcx_err *err) {
+    struct reader r = read_from(body, n, "PROVE");
+    struct zcx_prove m;
+    const unsigned char *gate, *buffer;
+    int rc;
+    m.step = get32(&r);
+    m.seed = get64(&r);
+    gate = take(&r, ZCX_GATE_REF_BYTES);
+    buffer = take(&r, ZCX_BUFFER_BYTES);
+    if ((rc = ended(&r, err)) || (rc = zcx_gate_ref_decode(gate, &m.gate, err)) || (rc = zcx_buffer_decode(buffer, &m.buffer, err)))
+        return rc;
+    *out = m;
+    return 0;
+}
+
+long zcx_proved_encode(const struct zcx_proved *m, unsigned char *out, size_t cap, struct zcx_err *err) {
+    struct writer w = write_to(out, cap);
+    put16(&w, m->pool);
+    put16(&w, m->failed);
+    put32(&w, m->step);
+    put_text(&w, m->reason);
+    return written(&w, err);
+}
+
+int zcx_proved_decode(const unsigned char *body, size_t n, struct zcx_proved *out, struct zcx_err *err) {
+    struct reader r = read_from(body, n, "PROVED");
+    struct zcx_proved m;
+    int rc;
+    m.pool = get16(&r);
+    m.failed = get16(&r);
+    m.step = get32(&r);
+    m.reason = get_text(&r);
     if ((rc = ended(&r, err))) return rc;
     *out = m;
     return 0;

@@ -45,7 +45,9 @@ enum zcx_type {
     ZCX_BYE = 20,
     ZCX_HANDLE_DROP = 21, /* both ways: the holder of a handle dropped it; id: the handle */
     ZCX_GATE_EVENT = 22,  /* parent → worker, event fallback only: a slot's interprocess event, before the slot is named */
-    ZCX_TYPE_END = 23,
+    ZCX_PROVE = 23,       /* parent → worker: a start-up check on a pool (csrc/canary.h); also while a call runs */
+    ZCX_PROVED = 24,      /* worker → parent: what it saw */
+    ZCX_TYPE_END = 25,
 };
 
 enum { ZCX_FLAG_BODY_FD = 1 }; /* the body is in the packet's last fd, a sealed memfd */
@@ -98,6 +100,7 @@ struct zcx_buffer {
     uint16_t pool;            /* index of POOL; 0 on host */
     uint64_t nbytes;          /* lent, from `offset` on */
     uint64_t offset;          /* from the start of the allocation (pool) or of the segment (host) */
+    uint32_t window;          /* pool: chunks per window of the import; 0: imported whole */
     uint64_t alloc_bytes;     /* of the whole allocation (pool); 0 on host */
     uint64_t key;             /* buffer id (pool), segment id (host) */
     unsigned char blob[64];   /* pool */
@@ -139,6 +142,8 @@ struct zcx_result_msg {
     const unsigned char *tree; size_t tree_bytes;
 };
 struct zcx_allocated { uint32_t has_gate; struct zcx_gate_ref gate; struct zcx_buffer buffer; };
+struct zcx_prove { uint32_t step; uint64_t seed; struct zcx_gate_ref gate; struct zcx_buffer buffer; };
+struct zcx_proved { uint16_t pool, failed; uint32_t step; struct zcx_text reason; };
 struct zcx_release { uint32_t count; const unsigned char *ids; };
 struct zcx_progress { double done, total; struct zcx_text message; };
 uint64_t zcx_wire_u64(const unsigned char *array, uint32_t i); /* element of an encoded u64 array */
@@ -156,7 +161,7 @@ int zcx_buffer_decode(const unsigned char in[ZCX_BUFFER_BYTES], struct zcx_buffe
     X(hello, struct zcx_hello) X(gate_page, struct zcx_gate_page) X(pool_msg, struct zcx_pool_msg) \
     X(pool_reply, struct zcx_pool_reply) X(gate_event, struct zcx_gate_event) X(segment, struct zcx_segment) X(call_msg, struct zcx_call_msg) \
     X(alloc, struct zcx_alloc) X(allocated, struct zcx_allocated) X(refused, struct zcx_refused) \
-    X(result_msg, struct zcx_result_msg) X(release, struct zcx_release) X(progress, struct zcx_progress)
+    X(result_msg, struct zcx_result_msg) X(prove, struct zcx_prove) X(proved, struct zcx_proved) X(release, struct zcx_release) X(progress, struct zcx_progress)
 #define X(name, type)                                                                          \
     long zcx_##name##_encode(const type *m, unsigned char *out, size_t cap, struct zcx_err *err); \
     int zcx_##name##_decode(const unsigned char *body, size_t n, type *out, struct zcx_err *err);

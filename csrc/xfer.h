@@ -16,6 +16,7 @@
 #ifndef ZCX_XFER_H
 #define ZCX_XFER_H
 
+#include "canary.h"
 #include "gate.h"
 #include "pool.h"
 #include "shm.h"
@@ -51,6 +52,7 @@ enum zcx_event_kind {
     ZCX_EV_STARTED,        /* the worker's target is imported; peer's hello in ev->hello */
     ZCX_EV_FAILED_START,   /* ev->code, ev->tree */
     ZCX_EV_POOL,           /* answer to zcx_parent_offer: ev->pool, ev->refused, ev->text */
+    ZCX_EV_PROVED,         /* the check of zcx_parent_prove is over: ev->pool, ev->refused, ev->text */
     ZCX_EV_ALLOC,          /* a device result is asked for: ev->alloc, ev->request. Host results are answered in here */
     ZCX_EV_PROGRESS,       /* ev->progress */
     ZCX_EV_RESULT,         /* DONE was seen on every device: ev->tree */
@@ -79,6 +81,14 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
 /* Offer a device's pool (referenced by the session from then on); the answer is ZCX_EV_POOL. *index: its number on the wire.
  * 1: offered before; then *accepted says 1 yes, 0 no, -1 not answered yet. */
 int zcx_parent_offer(struct zcx_parent *p, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err);
+
+/* Start a check of canary.h on an accepted pool: memory is taken from the pool, marks are written late, the worker is asked.
+ * ZCX_EV_PROVED comes when DONE was seen and the worker's own marks were read back. One at a time. What it shows is remembered:
+ * until ZCX_PROVE_WINDOWS held, allocations above the limit are refused by zcx_parent_lend_pool and _allocated. */
+int zcx_parent_prove(struct zcx_parent *p, unsigned pool, uint32_t step, struct zcx_err *err);
+
+/* The largest allocation of this pool that is sure to be importable, wherever it starts: all, once windows are proved. */
+uint64_t zcx_parent_limit(const struct zcx_parent *p, unsigned pool);
 
 /* A call: begin, lend, send, step until RESULT/ERROR/IMPORT_REFUSED, take results, end. */
 int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *seq, struct zcx_err *err);

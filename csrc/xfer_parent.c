@@ -26,9 +26,17 @@
 
 /* ---- files: the result files of all sessions ---- */
 
+/* Closed workers' files that still have results in use, and keep their descriptor so that these can be lent without a copy. */
+#define FILES_CLOSED_MAX 16
+
+struct file {
+    struct zcx_shm *shm;
+    int closed;               /* its session is over */
+};
+
 struct zcx_files {
     pthread_mutex_t lock;
-    struct zcx_shm **file;
+    struct file *file;
     size_t count, capacity;
 };
 
@@ -58,25 +66,34 @@ static int files_add(struct zcx_files *f, struct zcx_shm *s) {
     void *p = grown(f->file, f->count, &f->capacity, sizeof *f->file);
     if (p) {
         f->file = p;
-        f->file[f->count++] = zcx_shm_ref(s);
+        f->file[f->count++] = (struct file){zcx_shm_ref(s), 0};
     }
     pthread_mutex_unlock(&f->lock);
     return p ? 0 : -ENOMEM;
 }
 
-/* A file whose worker is gone and of which no range is left serves nobody. */
-static void files_sweep(struct zcx_files *f) {
+/* A file whose worker is gone and of which no range is left serves nobody. Of those with ranges the oldest give up their
+ * descriptor above a bound: their results live on, and are copied when they are lent again. `closing`: its session is over. */
+static void files_sweep(struct zcx_files *f, const struct zcx_shm *closing) {
+    size_t closed = 0, kept = 0;
     pthread_mutex_lock(&f->lock);
-    for (size_t i = 0; i < f->count;) {
+    for (size_t i = 0; i < f->count; i++) {
+        f->file[i].closed |= f->file[i].shm == closing;
+        closed += (size_t)f->file[i].closed;
+    }
+    for (size_t i = 0; i < f->count; i++) {
         uint64_t taken, warm;
-        zcx_shm_usage(f->file[i], &taken, &warm);
-        if (zcx_shm_refs(f->file[i]) == 1 && !taken) {
-            zcx_shm_unref(f->file[i]);
-            f->file[i] = f->file[--f->count];
+        struct file *at = &f->file[i];
+        zcx_shm_usage(at->shm, &taken, &warm);
+        if (at->closed && (!taken || closed > FILES_CLOSED_MAX)) {
+            if (taken) zcx_shm_retire(at->shm);
+            zcx_shm_unref(at->shm);
+            closed--;
         } else {
-            i++;
+            f->file[kept++] = *at;
         }
     }
+    f->count = kept;
     pthread_mutex_unlock(&f->lock);
 }
 
@@ -84,9 +101,10 @@ static struct zcx_shm *files_find(struct zcx_files *f, const unsigned char *addr
     struct zcx_shm *found = NULL;
     pthread_mutex_lock(&f->lock);
     for (size_t i = 0; i < f->count && !found; i++) {
-        const unsigned char *base = zcx_shm_base(f->file[i]);
-        uint64_t size = zcx_shm_size(f->file[i]);
-        if (address >= base && address < base + size && nbytes <= size - (uint64_t)(address - base)) found = zcx_shm_ref(f->file[i]);
+        struct zcx_shm *file = f->file[i].shm;
+        const unsigned char *base = zcx_shm_base(file);
+        uint64_t size = zcx_shm_size(file);
+        if (address >= base && address < base + size && nbytes <= size - (uint64_t)(address - base)) found = zcx_shm_ref(file);
     }
     pthread_mutex_unlock(&f->lock);
     return found;
@@ -147,6 +165,17 @@ struct call_gate {
     zcu_stream stream;
 };
 
+/* A check that is under way. */
+struct proof {
+    uint32_t step;              /* 0: none */
+    struct call_gate gate;
+    zcu_ptr memory;
+    uint64_t seed, buffer_id;
+    int answered;               /* PROVED came: DONE is awaited */
+    int failed;
+    char reason[256];
+};
+
 struct zcx_parent {
     struct zcx_sock sock;
     int control, gone;
@@ -155,8 +184,10 @@ struct zcx_parent {
     struct zcx_files *files;
     struct zcx_gate *gate;
     struct zcx_shm *results;
-    struct { struct zcx_pool *pool; int accepted; } pools[ZCX_MAX_DEVICES];
+    struct { struct zcx_pool *pool; int accepted; enum zcx_windows_use windows; } pools[ZCX_MAX_DEVICES];
     unsigned npools;
+    struct proof proof;
+    char proof_reason[256];         /* of the last one: events borrow it */
 
     uint64_t seq, next_id, next_segment;
     uint64_t result_limit, result_bytes;
@@ -212,7 +243,7 @@ int zcx_parent_new(struct zcx_parent **out, struct zcx_files *files, int sock_fd
     while (space < want) space *= 2;
     r = zcx_shm_result_new(&p->results, space, err);
     if (r) goto free_gate;
-    files_sweep(files);
+    files_sweep(files, NULL);
     r = files_add(files, p->results);
     if (r) {
         zcx_fail(err, ENOMEM, "no memory for a session");
@@ -354,6 +385,29 @@ static int introduce_slot(struct zcx_parent *p, unsigned pool, uint32_t slot, st
     return send_body(p, ZCX_GATE_EVENT, 0, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
 }
 
+static int new_gate(struct zcx_parent *p, unsigned pool, zcu_stream stream, struct call_gate *out, struct zcx_err *err) {
+    struct call_gate g = {.pool = pool, .ordinal = zcx_pool_ordinal(p->pools[pool].pool), .stream = stream};
+    int r = zcx_gate_take(p->gate, &g.ready_slot, &g.done_slot);
+    if (r) return zcx_fail(err, ZCX_E_LIMIT, "every gate slot still waits for work that was queued on a stream before: wait for it, then call again");
+    if (zcx_gate_uses_events(p->gate)) {
+        r = introduce_slot(p, pool, g.ready_slot, err);
+        if (!r) r = introduce_slot(p, pool, g.done_slot, err);
+        if (r) {
+            zcx_gate_put(p->gate, g.ready_slot);
+            zcx_gate_put(p->gate, g.done_slot);
+            return r;
+        }
+    }
+    g.done = zcx_gate_next(p->gate, g.done_slot);
+    *out = g;
+    return 0;
+}
+
+static void drop_gate(struct zcx_parent *p, const struct call_gate *g) {
+    zcx_gate_put(p->gate, g->ready_slot);
+    zcx_gate_put(p->gate, g->done_slot);
+}
+
 /* The call's gate on this device; made when the first buffer of the device is lent. */
 static int gate_of(struct zcx_parent *p, unsigned pool, zcu_stream stream, struct call_gate **out, struct zcx_err *err) {
     for (unsigned i = 0; i < p->ngates; i++)
@@ -368,22 +422,9 @@ static int gate_of(struct zcx_parent *p, unsigned pool, zcu_stream stream, struc
     r = zcx_driver_capturing(d, ordinal, stream, err);
     if (r < 0) return r;
     if (r) return zcx_fail(err, ZCX_E_UNFIT, "the calling stream is being captured into a graph: call the worker outside the capture");
-    struct call_gate g = {.pool = pool, .ordinal = ordinal, .stream = stream};
-    r = zcx_gate_take(p->gate, &g.ready_slot, &g.done_slot);
-    if (r) return zcx_fail(err, ZCX_E_LIMIT, "every gate slot still waits for work that was queued on a stream before: wait for it, then call again");
-    if (zcx_gate_uses_events(p->gate)) {
-        r = introduce_slot(p, pool, g.ready_slot, err);
-        if (!r) r = introduce_slot(p, pool, g.done_slot, err);
-        if (r) {
-            zcx_gate_put(p->gate, g.ready_slot);
-            zcx_gate_put(p->gate, g.done_slot);
-            return r;
-        }
-    }
-    g.done = zcx_gate_next(p->gate, g.done_slot);
-    p->gates[p->ngates] = g;
-    *out = &p->gates[p->ngates++];
-    return 0;
+    r = new_gate(p, pool, stream, &p->gates[p->ngates], err);
+    if (!r) *out = &p->gates[p->ngates++];
+    return r;
 }
 
 static int post_ready(struct zcx_parent *p, struct call_gate *g, struct zcx_err *err) {
@@ -399,7 +440,105 @@ static struct zcx_gate_ref gate_ref(const struct call_gate *g) {
         .pool = (uint16_t)g->pool, .ready_slot = g->ready_slot, .done_slot = g->done_slot, .ready = g->ready, .done = g->done};
 }
 
+/* ---- the start-up check ---- */
+
+/* The check's stream is the pool's own business: one per check, so that nothing of the host's is waited for. */
+static int with_stream(struct zcx_parent *p, int (*work)(struct zcx_parent *, const struct zcx_driver *, zcu_stream, struct zcx_err *),
+                       struct zcx_err *err) {
+    struct zcx_scope scope;
+    zcu_stream stream;
+    int r = zcx_scope_open(&scope, p->proof.gate.ordinal, err);
+    if (r) return r;
+    r = zcx_cu(err, "cuStreamCreate", scope.d->StreamCreate(&stream, ZCU_STREAM_NON_BLOCKING));
+    if (!r) {
+        r = work(p, scope.d, stream, err);
+        scope.d->StreamDestroy(stream); /* what is queued on it goes on */
+    }
+    zcx_scope_close(&scope);
+    return r;
+}
+
+static int write_marks(struct zcx_parent *p, const struct zcx_driver *d, zcu_stream stream, struct zcx_err *err) {
+    struct proof *f = &p->proof;
+    int r = zcx_pool_alloc(p->pools[f->gate.pool].pool, ZCX_CANARY_BYTES, stream, &f->memory, err);
+    if (!r) r = zcx_canary_write(d, f->memory, f->seed, stream, err);
+    f->gate.stream = stream;
+    if (!r) r = post_ready(p, &f->gate, err);
+    f->gate.stream = NULL;
+    return r;
+}
+
+/* Only after DONE: the worker's marks, made from the seed's successor, must all be there. */
+static int read_marks(struct zcx_parent *p, const struct zcx_driver *d, zcu_stream stream, struct zcx_err *err) {
+    return zcx_canary_check(d, p->proof.memory, p->proof.seed + 1, stream, err);
+}
+
+static int give_back(struct zcx_parent *p, const struct zcx_driver *d, zcu_stream stream, struct zcx_err *err) {
+    (void)d;
+    return zcx_pool_free(p->pools[p->proof.gate.pool].pool, p->proof.memory, stream, err);
+}
+
+/* Memory that the worker may still write to is only given back when it saw DONE, or is gone. */
+static void end_proof(struct zcx_parent *p) {
+    drop_gate(p, &p->proof.gate);
+    if (p->proof.memory) with_stream(p, give_back, NULL);
+    memset(&p->proof, 0, sizeof p->proof);
+}
+
+int zcx_parent_prove(struct zcx_parent *p, unsigned pool, uint32_t step, struct zcx_err *err) {
+    REQUIRE(p, p->state >= ZCX_IDLE && p->state <= ZCX_CALLING && !p->proof.step, "a check", err);
+    if (pool >= p->npools || p->pools[pool].accepted != 1) return zcx_fail(err, ZCX_E_RANGE, "pool %u was not accepted by the worker", pool);
+    struct proof *f = &p->proof;
+    struct zcx_export e;
+    unsigned char body[16 + ZCX_GATE_REF_BYTES + ZCX_BUFFER_BYTES];
+    int r = new_gate(p, pool, NULL, &f->gate, err);
+    if (r) return r;
+    f->seed = (uint64_t)zcx_now();
+    r = with_stream(p, write_marks, err);
+    if (!r) r = zcx_pool_export(p->pools[pool].pool, f->memory, ZCX_CANARY_BYTES, step == ZCX_PROVE_WINDOWS ? ZCX_WINDOWS_PROVE : ZCX_WINDOWS_NO, &e, err);
+    if (r) goto undo;
+    struct zcx_prove m = {.step = step, .seed = f->seed, .gate = gate_ref(&f->gate),
+                          .buffer = {.id = p->next_id++, .rung = ZCX_RUNG_POOL, .flags = ZCX_BUFFER_RESULT, .pool = (uint16_t)pool,
+                                     .window = e.window, .nbytes = ZCX_CANARY_BYTES, .offset = e.offset, .alloc_bytes = e.alloc_bytes,
+                                     .key = e.buffer_id}};
+    memcpy(m.buffer.blob, e.blob, sizeof m.buffer.blob);
+    long n = zcx_prove_encode(&m, body, sizeof body, err);
+    r = n < 0 ? (int)n : send_body(p, ZCX_PROVE, 0, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+    if (r) goto undo;
+    f->step = step;
+    return 0;
+undo:
+    zcx_gate_post_cpu(p->gate, f->gate.done_slot, f->gate.done); /* nobody was told to post it */
+    end_proof(p);
+    return r;
+}
+
+/* PROVED came. 1: go on, DONE is not there yet. */
+static int proof_seen(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *err) {
+    struct proof *f = &p->proof;
+    struct zcx_err why = {0};
+    int r = zcx_gate_reached(p->gate, f->gate.ordinal, f->gate.done_slot, f->gate.done, err);
+    if (r != 1) return r < 0 ? r : 1;
+    if (!f->failed) {
+        r = with_stream(p, read_marks, &why);
+        f->failed = r != 0;
+        if (r) snprintf(f->reason, sizeof f->reason, "what the worker wrote did not arrive: %.180s", why.cuda ? zcx_driver_error_name(why.cuda) : why.text);
+    }
+    if (f->step == ZCX_PROVE_WINDOWS) p->pools[f->gate.pool].windows = f->failed ? ZCX_WINDOWS_NO : ZCX_WINDOWS_YES;
+    ev->kind = ZCX_EV_PROVED;
+    ev->pool = f->gate.pool;
+    ev->refused = f->failed;
+    memcpy(p->proof_reason, f->reason, sizeof p->proof_reason);
+    ev->text = zcx_text_of(p->proof_reason);
+    end_proof(p);
+    return 0;
+}
+
 /* ---- lending ---- */
+
+uint64_t zcx_parent_limit(const struct zcx_parent *p, unsigned pool) {
+    return pool < p->npools && p->pools[pool].windows == ZCX_WINDOWS_YES ? UINT64_MAX : (zcx_chunk_limit() - 1) * ZCX_CHUNK_BYTES;
+}
 
 int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *seq, struct zcx_err *err) {
     REQUIRE(p, p->state == ZCX_IDLE, "a call", err);
@@ -419,13 +558,13 @@ static int pool_transfer(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint6
     struct zcx_export e;
     int r = reserve(p, err);
     if (r) return r;
-    r = zcx_pool_export(p->pools[pool].pool, ptr, nbytes, &e, err);
+    r = zcx_pool_export(p->pools[pool].pool, ptr, nbytes, p->pools[pool].windows, &e, err);
     if (r) return r;
     r = gate_of(p, pool, stream, gate, err);
     if (r) return r;
     t->ptr = ptr;
     t->wire = (struct zcx_buffer){.rung = ZCX_RUNG_POOL, .pool = (uint16_t)pool, .nbytes = nbytes, .offset = e.offset,
-                                  .alloc_bytes = e.alloc_bytes, .key = e.buffer_id};
+                                  .alloc_bytes = e.alloc_bytes, .key = e.buffer_id, .window = e.window};
     memcpy(t->wire.blob, e.blob, sizeof t->wire.blob);
     return 0;
 }
@@ -737,6 +876,17 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
         ev->text = reply.reason;
         return 0;
     }
+    case ZCX_PROVED: {
+        struct zcx_proved proved;
+        r = zcx_proved_decode(m->body, n, &proved, err);
+        if (r) return r;
+        if (!p->proof.step || p->proof.answered || proved.step != p->proof.step || proved.pool != p->proof.gate.pool) return out_of_turn(p, h, err);
+        p->proof.answered = 1;
+        p->proof.failed = proved.failed != 0;
+        snprintf(p->proof.reason, sizeof p->proof.reason, "%.*s", (int)(proved.reason.length < 200 ? proved.reason.length : 200), proved.reason.bytes);
+        p->done_sleep = DONE_SLEEP_MIN_NS;
+        return 1;
+    }
     case ZCX_ALLOC: {
         uint64_t nbytes;
         char why[160];
@@ -827,6 +977,17 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
     REQUIRE(p, p->state > ZCX_NEW && p->state < ZCX_BROKEN, "receiving", err);
     for (;;) {
         int64_t now = 0;
+        int polling = p->state == ZCX_RETURNING || p->proof.answered; /* for a counter, which no descriptor announces */
+        if (p->proof.answered) {
+            struct zcx_event e = {0};
+            int r = proof_seen(p, &e, err);
+            if (r < 0) return broken(p, r);
+            if (r == 0) {
+                *ev = e;
+                return 0;
+            }
+            now = zcx_now();
+        }
         if (p->state == ZCX_RETURNING) {
             int r = done_seen(p, err);
             if (r < 0) return broken(p, r);
@@ -853,11 +1014,11 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
             return 0;
         }
         int64_t until = deadline;
-        if (p->state == ZCX_RETURNING) {
+        if (polling) {
             until = now + p->done_sleep < deadline ? now + p->done_sleep : deadline;
             if (p->done_sleep < DONE_SLEEP_MAX_NS) p->done_sleep *= 2;
         }
-        r = zcx_sock_wait(&p->sock, until, p->state == ZCX_RETURNING ? 0 : PACKET_SPIN_NS, err);
+        r = zcx_sock_wait(&p->sock, until, polling ? 0 : PACKET_SPIN_NS, err);
         if (r < 0) return broken(p, r);
         if (r == 2) return 2;
         if (r == 1 && until == deadline) return 1;
@@ -915,8 +1076,7 @@ void zcx_parent_end(struct zcx_parent *p) {
     for (unsigned i = 0; i < p->ngates; i++) {
         struct call_gate *g = &p->gates[i];
         if (nothing_sent) zcx_gate_post_cpu(p->gate, g->done_slot, g->done); /* announced, and nobody was told to post it */
-        zcx_gate_put(p->gate, g->ready_slot);
-        zcx_gate_put(p->gate, g->done_slot);
+        drop_gate(p, g);
     }
     p->ngates = 0;
     pthread_mutex_lock(&p->lock);
@@ -965,11 +1125,9 @@ void zcx_parent_shutdown(struct zcx_parent *p) {
 void zcx_parent_gone(struct zcx_parent *p) {
     if (p->creator != getpid()) return;
     p->state = ZCX_BROKEN;
-    for (unsigned i = 0; i < p->ngates; i++) {
-        zcx_gate_put(p->gate, p->gates[i].ready_slot);
-        zcx_gate_put(p->gate, p->gates[i].done_slot);
-    }
+    for (unsigned i = 0; i < p->ngates; i++) drop_gate(p, &p->gates[i]);
     p->ngates = 0;
+    if (p->proof.step) end_proof(p);
     if (p->has_msg) zcx_msg_free(&p->msg);
     p->has_msg = 0;
     /* The descriptors stay until zcx_parent_free: another thread may be about to send CANCEL, and a number that was closed
@@ -997,8 +1155,8 @@ void zcx_parent_free(struct zcx_parent *p) {
         zcx_shm_reclaim(p->results);
         zcx_gate_free(p->gate);
         for (unsigned i = 0; i < p->npools; i++) zcx_pool_unref(p->pools[i].pool);
+        files_sweep(p->files, p->results);
         zcx_shm_unref(p->results);
-        files_sweep(p->files);
         pthread_mutex_destroy(&p->lock);
     }
     zcx_sock_close(&p->sock);
@@ -1028,6 +1186,6 @@ void zcx_parent_stats(struct zcx_parent *p, struct zcx_parent_stats *out) {
 
 uint64_t zcx_parent_reclaim(struct zcx_parent *p) {
     if (p->creator != getpid()) return 0;
-    files_sweep(p->files);
+    files_sweep(p->files, NULL);
     return zcx_shm_reclaim(p->results);
 }

@@ -235,6 +235,54 @@ static int take_event(struct zcx_worker *w, struct zcx_err *err) {
     return zcx_gate_event_import(w->gate, w->devices[m.pool].ordinal, m.slot, &handle, err);
 }
 
+/* ---- the start-up check ---- */
+
+/* Import (twice: the second must count), await READY, read the parent's marks through one of the two, drop that one, read them
+ * again through the other, write marks of our own behind slow work. All on the gate stream, which DONE follows. */
+static int prove_import(struct device *d, const struct zcx_prove *m, const struct zcx_driver *driver, struct zcx_err *err) {
+    struct zcx_export e = {.buffer_id = m->buffer.key, .alloc_bytes = m->buffer.alloc_bytes, .offset = m->buffer.offset, .window = m->buffer.window};
+    zcu_ptr first, second;
+    memcpy(e.blob, m->buffer.blob, sizeof e.blob);
+    int last = 1, r = zcx_pool_map(d->pool, &e, &first, err);
+    if (r) return r;
+    r = zcx_pool_map(d->pool, &e, &second, err);
+    if (!r) {
+        if (first != second) r = zcx_fail(err, ZCX_E_UNFIT, "a second import of one allocation has another address");
+        if (!r) r = zcx_canary_check(driver, first + e.offset, m->seed, d->gate_stream, err);
+        int undone = zcx_pool_unmap(d->pool, e.buffer_id, d->gate_stream, &last, r ? NULL : err);
+        if (!r) r = undone ? undone : last ? zcx_fail(err, ZCX_E_UNFIT, "the first of two imports was the last") : 0;
+    }
+    if (!r) r = zcx_canary_check(driver, second + e.offset, m->seed, d->gate_stream, err);
+    if (!r) r = zcx_canary_write(driver, first + e.offset, m->seed + 1, d->gate_stream, err);
+    int undone = zcx_pool_unmap(d->pool, e.buffer_id, d->gate_stream, NULL, r ? NULL : err);
+    return r ? r : undone;
+}
+
+static int take_proof(struct zcx_worker *w, struct zcx_err *err) {
+    struct zcx_prove m;
+    struct zcx_err why = {0};
+    struct zcx_scope scope;
+    unsigned char body[ZCX_STRING_MAX + 64];
+    char reason[320] = "";
+    int r = zcx_prove_decode(w->msg.body, w->msg.header.length, &m, err);
+    if (r) return r;
+    if (m.buffer.pool >= ZCX_MAX_DEVICES || !w->devices[m.buffer.pool].pool || m.gate.pool != m.buffer.pool ||
+        m.buffer.nbytes != ZCX_CANARY_BYTES || m.gate.ready_slot >= ZCX_GATE_SLOTS || m.gate.done_slot >= ZCX_GATE_SLOTS)
+        return zcx_fail(err, ZCX_E_PROTOCOL, "a check on pool %u, which was not accepted", m.buffer.pool);
+    struct device *d = &w->devices[m.buffer.pool];
+    r = zcx_scope_open(&scope, d->ordinal, err);
+    if (r) return r;
+    int seen = zcx_gate_await(w->gate, d->ordinal, m.gate.ready_slot, m.gate.ready, d->gate_stream, &why);
+    if (!seen) seen = prove_import(d, &m, scope.d, &why);
+    if (seen) snprintf(reason, sizeof reason, "%s%s%s", why.cuda ? zcx_driver_error_name(why.cuda) : "", why.cuda ? " " : "", why.text);
+    r = zcx_gate_post(w->gate, d->ordinal, m.gate.done_slot, m.gate.done, d->gate_stream, err);
+    zcx_scope_close(&scope);
+    if (r) return r;
+    struct zcx_proved proved = {.pool = m.buffer.pool, .failed = seen != 0, .step = m.step, .reason = zcx_text_of(reason)};
+    long n = zcx_proved_encode(&proved, body, sizeof body, err);
+    return n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = ZCX_PROVED}, body, (size_t)n, NULL, 0, err);
+}
+
 /* Messages that may come at any time and are dealt with here. 1: it was one of them. */
 static int introduced(struct zcx_worker *w, struct zcx_err *err) {
     const struct zcx_header *h = &w->msg.header;
@@ -251,6 +299,7 @@ static int introduced(struct zcx_worker *w, struct zcx_err *err) {
     }
     case ZCX_GATE_EVENT: r = take_event(w, err); break;
     case ZCX_POOL: r = take_pool(w, err); break;
+    case ZCX_PROVE: r = take_proof(w, err); break;
     case ZCX_SEGMENT: r = take_segment(w, err); break;
     case ZCX_SEGMENT_DROP: drop_segment(w, h->id); r = 0; break;
     case ZCX_PING: r = send_body(w, (struct zcx_header){.type = ZCX_PONG}, NULL, 0, NULL, 0, err); break;
@@ -305,6 +354,23 @@ static int join_context(const struct zcx_driver *driver, struct device *d, struc
 
 /* ---- imports ---- */
 
+/* An un-import of the same allocation that is queued, but not done, would take a new import of it away: the driver counts no
+ * second one. The wait is for this process's own work. */
+static int await_release(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_err *err) {
+    int queued = 0;
+    pthread_mutex_lock(&w->lock);
+    for (const struct zcx_import *i = w->imports; i; i = i->next)
+        queued |= i->state == RELEASING && i->wire.pool == b->pool && i->wire.key == b->key;
+    pthread_mutex_unlock(&w->lock);
+    if (!queued) return 0;
+    struct zcx_scope scope;
+    int r = zcx_scope_open(&scope, w->devices[b->pool].ordinal, err);
+    if (r) return r;
+    r = zcx_cu(err, "cuStreamSynchronize", scope.d->StreamSynchronize(w->devices[b->pool].gate_stream));
+    zcx_scope_close(&scope);
+    return r;
+}
+
 int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_import **out, struct zcx_err *err) {
     struct zcx_import *i = calloc(1, sizeof *i);
     int r;
@@ -318,11 +384,12 @@ int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_
         for (s = w->segments; s && s->id != b->key; s = s->next) {}
         r = s ? zcx_shm_map(s->file, b->offset, b->nbytes, &i->address, err) : zcx_fail(err, ZCX_E_PROTOCOL, "a buffer in an unknown segment");
     } else if (b->rung == ZCX_RUNG_POOL && b->pool < ZCX_MAX_DEVICES && w->devices[b->pool].pool) {
-        struct zcx_export e = {.buffer_id = b->key, .alloc_bytes = b->alloc_bytes, .offset = b->offset};
+        struct zcx_export e = {.buffer_id = b->key, .alloc_bytes = b->alloc_bytes, .offset = b->offset, .window = b->window};
         zcu_ptr base;
         memcpy(e.blob, b->blob, sizeof e.blob);
         i->ordinal = w->devices[b->pool].ordinal;
-        r = zcx_pool_map(w->devices[b->pool].pool, &e, &base, err);
+        r = await_release(w, b, err);
+        if (!r) r = zcx_pool_map(w->devices[b->pool].pool, &e, &base, err);
         if (!r) i->address = (void *)(uintptr_t)(base + b->offset);
     } else {
         r = zcx_fail(err, ZCX_E_UNFIT, "the worker has no way to import rung %u", b->rung);

@@ -1,5 +1,5 @@
 /* test_pool.c: pools, what is exported from them, and the counted imports, on the simulated driver. */
-// sources: csrc/pool.c csrc/driver.c csrc/err.c
+// sources: csrc/pool.c csrc/window.c csrc/driver.c csrc/err.c
 // needs: simcuda
 #include "cases.h"
 #include "pool.h"
@@ -77,7 +77,7 @@ static uint32_t chunks_at(uint64_t offset, uint64_t size, uint64_t alloc_bytes) 
     memset(blob, 0xA5, sizeof blob);
     memcpy(blob + 24, &offset, 8);
     memcpy(blob + 32, &size, 8);
-    return zcx_pool_chunks(blob, alloc_bytes);
+    return zcx_blob_chunks(blob, alloc_bytes);
 }
 
 static void chunks(void) {
@@ -168,23 +168,23 @@ CASE(exported) {
     zcu_ptr a = filled(p, 3 * MIB, 1, stream), b = filled(p, 5000, 2, stream);
     struct zcx_export e, f;
     struct zcx_err err;
-    CHECK(zcx_pool_export(p, a, 3 * MIB, &e, NULL) == 0);
+    CHECK(zcx_pool_export(p, a, 3 * MIB, ZCX_WINDOWS_NO, &e, NULL) == 0);
     CHECK(e.alloc_bytes >= 3 * MIB && e.offset == 0 && e.buffer_id);
-    CHECK(zcx_pool_export(p, a + 4097, 100, &f, NULL) == 0);
+    CHECK(zcx_pool_export(p, a + 4097, 100, ZCX_WINDOWS_NO, &f, NULL) == 0);
     CHECK(f.offset == 4097 && f.buffer_id == e.buffer_id && memcmp(f.blob, e.blob, 64) == 0);
     CHECK(exports_of(p) == 1, "remembered");
-    CHECK(zcx_pool_export(p, b, 5000, &f, NULL) == 0 && f.buffer_id != e.buffer_id && exports_of(p) == 2);
+    CHECK(zcx_pool_export(p, b, 5000, ZCX_WINDOWS_NO, &f, NULL) == 0 && f.buffer_id != e.buffer_id && exports_of(p) == 2);
     memset(&f, 7, sizeof f);
     struct zcx_export untouched = f;
-    CHECK(zcx_pool_export(p, a + 1, e.alloc_bytes, &f, &err) == -ZCX_E_RANGE);
-    CHECK(zcx_pool_export(p, a + 1, UINT64_MAX, &f, &err) == -ZCX_E_RANGE);
+    CHECK(zcx_pool_export(p, a + 1, e.alloc_bytes, ZCX_WINDOWS_NO, &f, &err) == -ZCX_E_RANGE);
+    CHECK(zcx_pool_export(p, a + 1, UINT64_MAX, ZCX_WINDOWS_NO, &f, &err) == -ZCX_E_RANGE);
     CHECK(memcmp(&f, &untouched, sizeof f) == 0);
     /* the same address, another allocation: what is remembered does not pass for it */
     CHECK(zcx_pool_free(p, a, stream, NULL) == 0 && synchronize(0, stream) == 0);
     zcu_ptr c = filled(p, 3 * MIB, 3, stream);
     CHECK(c == a, "the simulated driver reuses at once; this case rests on it");
-    CHECK(zcx_pool_export(p, c, 1, &f, NULL) == 0 && f.buffer_id != e.buffer_id && exports_of(p) == 3);
-    CHECK(zcx_pool_export(p, c, 0, &f, NULL) == 0 && exports_of(p) == 3);
+    CHECK(zcx_pool_export(p, c, 1, ZCX_WINDOWS_NO, &f, NULL) == 0 && f.buffer_id != e.buffer_id && exports_of(p) == 3);
+    CHECK(zcx_pool_export(p, c, 0, ZCX_WINDOWS_NO, &f, NULL) == 0 && exports_of(p) == 3);
     struct zcx_pool_usage u;
     CHECK(zcx_pool_usage(p, &u, NULL) == 0 && u.used >= 3 * MIB + 5000 && u.reserved >= u.used);
     CHECK(u.reserved_high >= u.reserved && u.used_high >= u.used);
@@ -201,8 +201,8 @@ CASE(blobs_die_with_their_allocation) {
     zcu_ptr a = 0, before = 0;
     for (uint64_t n = 1; n <= 5000; n++) {
         CHECK(zcx_pool_alloc(p, MIB, stream, &a, NULL) == 0 && (!before || a == before));
-        CHECK(zcx_pool_export(p, a, MIB, &e, NULL) == 0);
-        CHECK(zcx_pool_export(p, a, MIB, &e, NULL) == 0);
+        CHECK(zcx_pool_export(p, a, MIB, ZCX_WINDOWS_NO, &e, NULL) == 0);
+        CHECK(zcx_pool_export(p, a, MIB, ZCX_WINDOWS_NO, &e, NULL) == 0);
         CHECK(exports_of(p) == n);
         CHECK(zcx_pool_free(p, a, stream, NULL) == 0 && synchronize(0, stream) == 0);
         before = a;
@@ -218,14 +218,14 @@ CASE(not_ours) {
     struct zcx_scope s;
     zcu_ptr other = filled(q, 4096, 1, stream), plain;
     char here[16];
-    CHECK(zcx_pool_export(p, other, 1, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "another memory pool"), "%s", err.text);
+    CHECK(zcx_pool_export(p, other, 1, ZCX_WINDOWS_NO, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "another memory pool"), "%s", err.text);
     CHECK(zcx_scope_open(&s, 0, NULL) == 0);
     CHECK(s.d->MemAllocAsync(&plain, 4096, stream) == 0);
     zcx_scope_close(&s);
-    CHECK(zcx_pool_export(p, plain, 1, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "another memory pool"), "%s", err.text);
-    CHECK(zcx_pool_export(p, (zcu_ptr)(uintptr_t)here, 1, &e, &err) == -ZCX_E_UNFIT);
+    CHECK(zcx_pool_export(p, plain, 1, ZCX_WINDOWS_NO, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "another memory pool"), "%s", err.text);
+    CHECK(zcx_pool_export(p, (zcu_ptr)(uintptr_t)here, 1, ZCX_WINDOWS_NO, &e, &err) == -ZCX_E_UNFIT);
     CHECK(strstr(err.text, "no device memory"), "%s", err.text);
-    CHECK(zcx_pool_export(p, 0, 0, &e, &err) == -ZCX_E_UNFIT);
+    CHECK(zcx_pool_export(p, 0, 0, ZCX_WINDOWS_NO, &e, &err) == -ZCX_E_UNFIT);
     CHECK(exports_of(p) == 0);
     zcx_pool_unref(p);
     zcx_pool_unref(q);
@@ -239,10 +239,10 @@ CASE(too_large_to_export) {
     struct zcx_err err;
     zcu_ptr whole, more, small;
     CHECK(zcx_pool_alloc(p, 4096 * MIB, stream, &whole, NULL) == 0);
-    CHECK(zcx_pool_export(p, whole, 1, &e, &err) == 0, "128 chunks: %s", err.text);
-    CHECK(zcx_pool_chunks(e.blob, e.alloc_bytes) == 128);
+    CHECK(zcx_pool_export(p, whole, 1, ZCX_WINDOWS_NO, &e, &err) == 0, "128 chunks: %s", err.text);
+    CHECK(zcx_blob_chunks(e.blob, e.alloc_bytes) == 128);
     CHECK(zcx_pool_alloc(p, 4096 * MIB + 1, stream, &more, NULL) == 0);
-    CHECK(zcx_pool_export(p, more, 1, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "chunks"), "%s", err.text);
+    CHECK(zcx_pool_export(p, more, 1, ZCX_WINDOWS_NO, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "chunks"), "%s", err.text);
     CHECK(exports_of(p) == 1, "what cannot be imported wherever it begins is not exported at all");
     /* one that begins inside a chunk straddles into a 129th */
     CHECK(zcx_pool_free(p, whole, stream, NULL) == 0 && zcx_pool_free(p, more, stream, NULL) == 0);
@@ -250,7 +250,7 @@ CASE(too_large_to_export) {
     CHECK(zcx_pool_alloc(p, MIB, stream, &small, NULL) == 0);
     CHECK(zcx_pool_alloc(p, 4096 * MIB, stream, &whole, NULL) == 0);
     CHECK(whole % ZCX_CHUNK_BYTES, "the simulated driver does not align large allocations; this case rests on it");
-    CHECK(zcx_pool_export(p, whole, 1, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "129 chunks"), "%s", err.text);
+    CHECK(zcx_pool_export(p, whole, 1, ZCX_WINDOWS_NO, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "129 chunks"), "%s", err.text);
     zcx_pool_unref(p);
 }
 
@@ -306,7 +306,7 @@ static void importer(int sock) {
             close(fd);
             stream = stream_on(zcx_pool_ordinal(p));
             struct zcx_export e;
-            CHECK(zcx_pool_export(p, 1, 1, &e, &err) == -ZCX_E_RANGE);
+            CHECK(zcx_pool_export(p, 1, 1, ZCX_WINDOWS_NO, &e, &err) == -ZCX_E_RANGE);
             answer = zcx_pool_ordinal(p);
         } else if (w.op == OP_USE) { /* map, read, write, keep */
             CHECK(zcx_pool_map(p, &w.e, &base, &err) == 0, "%s %s", err.call, err.text);
@@ -357,7 +357,7 @@ CASE(imports_are_counted) {
     zcu_ptr a = filled(p, 2 * MIB, 0x41, stream), b = filled(p, 2 * MIB, 0x42, stream);
     struct zcx_export e, f, forged;
     give_pool(&peer, p, 0);
-    CHECK(zcx_pool_export(p, a + 1000, 10, &e, NULL) == 0 && zcx_pool_export(p, b, 10, &f, NULL) == 0);
+    CHECK(zcx_pool_export(p, a + 1000, 10, ZCX_WINDOWS_NO, &e, NULL) == 0 && zcx_pool_export(p, b, 10, ZCX_WINDOWS_NO, &f, NULL) == 0);
 
     struct word w = {.op = OP_USE, .e = e, .byte = 0x51};
     CHECK(ask(&peer, &w, -1) == 0x41);
@@ -392,7 +392,7 @@ CASE(the_importer_guards_itself) {
     struct zcx_export e, forged;
     uint64_t size = 4096 * MIB, offset = 512;
     give_pool(&peer, p, 0);
-    CHECK(zcx_pool_export(p, a, 1, &e, NULL) == 0);
+    CHECK(zcx_pool_export(p, a, 1, ZCX_WINDOWS_NO, &e, NULL) == 0);
     forged = e;
     forged.alloc_bytes = 4096 * MIB + 1;
     CHECK(ask_op(&peer, OP_EXPECT_REFUSED, &forged) == ZCX_E_UNFIT);
@@ -425,7 +425,7 @@ CASE(devices_go_by_uuid) {
     zcu_ptr a = filled(p, MIB, 0x17, stream);
     struct zcx_export e;
     give_pool(&peer, p, 0);
-    CHECK(zcx_pool_export(p, a, 1, &e, NULL) == 0);
+    CHECK(zcx_pool_export(p, a, 1, ZCX_WINDOWS_NO, &e, NULL) == 0);
     struct word w = {.op = OP_USE, .e = e, .byte = 0x18};
     CHECK(ask(&peer, &w, -1) == 0x17 && byte_at(1, a, stream) == 0x18);
     CHECK(ask_op(&peer, OP_UNMAP, &e) == 1);
@@ -494,7 +494,7 @@ CASE(many_imports) {
     peer_send(peer.sock, &w, sizeof w, zcx_pool_fd(p));
     for (int i = 0; i < MANY; i++) {
         zcu_ptr a = filled(p, 4096, (unsigned char)i, stream);
-        CHECK(zcx_pool_export(p, a, 4096, &w.e, NULL) == 0);
+        CHECK(zcx_pool_export(p, a, 4096, ZCX_WINDOWS_NO, &w.e, NULL) == 0);
         peer_send(peer.sock, &w, sizeof w, -1);
     }
     CHECK(exports_of(p) == MANY);
@@ -542,7 +542,7 @@ CASE(threads_import_the_same) {
     struct word w = {.uuid = *zcx_pool_uuid(p)};
     peer_send(peer.sock, &w, sizeof w, zcx_pool_fd(p));
     for (int i = 0; i < 16; i++) {
-        CHECK(zcx_pool_export(p, filled(p, 8192, (unsigned char)(0x70 + i), stream), 1, &w.e, NULL) == 0);
+        CHECK(zcx_pool_export(p, filled(p, 8192, (unsigned char)(0x70 + i), stream), 1, ZCX_WINDOWS_NO, &w.e, NULL) == 0);
         peer_send(peer.sock, &w, sizeof w, -1);
     }
     CHECK(peer_end(&peer) == 0);
@@ -609,7 +609,7 @@ CASE(the_importers_driver_fails) {
     struct peer peer = peer_start(importer_whose_driver_fails);
     struct zcx_pool *p = pool_on(0);
     struct word w = {.uuid = *zcx_pool_uuid(p)};
-    CHECK(zcx_pool_export(p, filled(p, MIB, 0x33, NULL), 1, &w.e, NULL) == 0);
+    CHECK(zcx_pool_export(p, filled(p, MIB, 0x33, NULL), 1, ZCX_WINDOWS_NO, &w.e, NULL) == 0);
     peer_send(peer.sock, &w, sizeof w, zcx_pool_fd(p));
     CHECK(peer_end(&peer) == 0);
     zcx_pool_unref(p);
@@ -618,7 +618,7 @@ CASE(the_importers_driver_fails) {
 static void forget_pool(void) {
     int fd = zcx_pool_fd(shared.p);
     struct zcx_export e;
-    CHECK(zcx_pool_export(shared.p, shared.base[0], 1, &e, NULL) == -ZCX_E_NODRIVER);
+    CHECK(zcx_pool_export(shared.p, shared.base[0], 1, ZCX_WINDOWS_NO, &e, NULL) == -ZCX_E_NODRIVER);
     zcx_pool_unref(shared.p);
     CHECK(fcntl(fd, F_GETFD) >= 0, "the number may belong to somebody else by then");
 }
@@ -628,7 +628,7 @@ CASE(a_fork_is_harmless) {
     shared.base[0] = filled(shared.p, MIB, 9, NULL);
     CHECK(case_fork(forget_pool) == 0);
     CHECK(byte_at(0, shared.base[0], NULL) == 9);
-    CHECK(zcx_pool_export(shared.p, shared.base[0], 1, &shared.e[0], NULL) == 0);
+    CHECK(zcx_pool_export(shared.p, shared.base[0], 1, ZCX_WINDOWS_NO, &shared.e[0], NULL) == 0);
     zcx_pool_unref(shared.p);
 }
 
@@ -668,7 +668,7 @@ CASE(a_capture_elsewhere_survives) {
     CHECK(zcx_pool_make_current(p, &previous, NULL) == 0 && zcx_pool_is_current(p, NULL) == 1);
     CHECK(zcx_pool_restore(0, previous, NULL) == 0);
     CHECK(zcx_pool_alloc(p, 4096, stream, &a, NULL) == 0);
-    CHECK(zcx_pool_export(p, b, 4096, &e, NULL) == 0);
+    CHECK(zcx_pool_export(p, b, 4096, ZCX_WINDOWS_NO, &e, NULL) == 0);
     CHECK(zcx_pool_free(p, a, stream, NULL) == 0);
     CHECK(zcx_driver_capturing(zcx_driver_opened(), 0, stream, NULL) == 0);
     zcx_pool_unref(made_meanwhile);

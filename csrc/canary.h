@@ -1,0 +1,23 @@
+/* canary.h: the start-up check's marks: small patterns at known places of a large allocation, written late and read back.
+ *
+ * Both ends of a session use it (xfer_parent.c, xfer_worker.c): one writes marks made from a seed behind work that takes a
+ * while, posts its gate, and the other must see them, every one, as soon as the gate lets it through. So the check fails when
+ * an import shows other memory, when a gate lets through too early, and when windows do not join.
+ * Does not: import, gate, or send; allocate device memory. */
+#ifndef ZCX_CANARY_H
+#define ZCX_CANARY_H
+
+#include "driver.h"
+
+#define ZCX_CANARY_BYTES (64ull << 20) /* of the allocation: it touches two chunks at least, and so has a seam */
+
+/* Steps of PROVE, in this order. */
+enum { ZCX_PROVE_POOL = 1 /* import whole, twice, both gates */, ZCX_PROVE_WINDOWS = 2 /* import in windows of one chunk */ };
+
+/* Queue on `stream`: overwrite the whole allocation many times, then write the marks. Asynchronous; the caller's scope is open. */
+int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, uint64_t seed, zcu_stream stream, struct zcx_err *err);
+/* Copy the marks from the device and compare. Waits for `stream`: only ever one of the check's own, or of a worker.
+ * 0: all there; 1: not, err->text says which. */
+int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, uint64_t seed, zcu_stream stream, struct zcx_err *err);
+
+#endif
