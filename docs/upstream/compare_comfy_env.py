@@ -5,6 +5,7 @@
 
 Needs torch, numpy and this package in the interpreter that runs it. CPU tensors always, CUDA ones where torch sees a card.
 "touched": the worker returns the tensor that it was given (comfy-env), or writes a new one in place (ours, `empty`)."""
+
 from __future__ import annotations
 
 import argparse
@@ -64,6 +65,7 @@ def main() -> None:
     import torch
 
     import comfy_zerocopy as zcx
+
     rows: list[dict[str, Any]] = []
     sizes = [("cpu", mib) for mib in (1, 64, 512)] + [("cuda", mib) for mib in (1, 64, 1024) if torch.cuda.is_available()]
 
@@ -74,12 +76,20 @@ def main() -> None:
             try:
                 y = torch.as_tensor(echo(x))
                 assert torch.equal(y.to(x.device), x)
-                rows.append({"who": name, "what": f"{device} {mib} MiB", "us": median(lambda x=x: echo(x), 7), "back_on": str(y.device)})
+                rows.append(
+                    {
+                        "who": name,
+                        "what": f"{device} {mib} MiB",
+                        "us": median(lambda x=x: echo(x), 7),
+                        "back_on": str(y.device),
+                    }
+                )
             except Exception as error:
                 rows.append({"who": name, "what": f"{device} {mib} MiB", "failed": f"{type(error).__name__}: {error}"[:200]})
 
     sys.path.insert(0, str(options.comfy_env / "src"))
     from comfy_env.isolation.workers.subprocess import SubprocessWorker
+
     theirs = SubprocessWorker(python=sys.executable, working_dir=options.comfy_env / "tests" / "fixtures", name="compare")
     measure("comfy-env", lambda v: theirs.call_module(module="echo_node", func="echo", value=v))
     theirs.shutdown()
@@ -88,14 +98,29 @@ def main() -> None:
         path.write_text(ECHO)
         with zcx.Worker(str(path)) as ours:
             measure("comfy-zerocopy, echo", lambda v: ours.call("echo", v))
-            measure("comfy-zerocopy, filled in place", lambda v: ours.call("fill", v) if isinstance(v, torch.Tensor) else ours.call("echo", v))
+            measure(
+                "comfy-zerocopy, filled in place",
+                lambda v: ours.call("fill", v) if isinstance(v, torch.Tensor) else ours.call("echo", v),
+            )
     if options.json:
         version = re.search(r'^version = "(.*)"', (options.comfy_env / "pyproject.toml").read_text(), re.M)
-        print(json.dumps({
-            "record": "compare-comfy-env", "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "machine": platform.platform(),
-            "cpus": os.cpu_count(), "torch": torch.__version__, "comfy_env": version.group(1) if version else "",
-            "source_sha256": source_hash(), "command": "docs/upstream/compare_comfy_env.py --json --comfy-env …", "rows": rows}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "record": "compare-comfy-env",
+                    "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+                    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                    "machine": platform.platform(),
+                    "cpus": os.cpu_count(),
+                    "torch": torch.__version__,
+                    "comfy_env": version.group(1) if version else "",
+                    "source_sha256": source_hash(),
+                    "command": "docs/upstream/compare_comfy_env.py --json --comfy-env …",
+                    "rows": rows,
+                },
+                indent=1,
+            )
+        )
     else:
         for row in rows:
             print(f"{row['who']:34} {row['what']:12} " + (f"{row['us']:12.0f} us" if "us" in row else row["failed"]))

@@ -3,6 +3,7 @@
 Stock Python 3.9+ on Linux, standard library only. The driver is libcuda.so.1, or the library that $ZCX_LIBCUDA names.
 Does not: touch CUDA when imported, fork after CUDA (a helper is a new interpreter), or know what any script looks for.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -22,8 +23,8 @@ import time
 
 MIB = 1 << 20
 GIB = 1 << 30
-CHUNK = 32 * MIB          # what a pool allocation is imported in, one handle each
-CHUNK_LIMIT = 128         # chunks that an import survives (seen on 580.126.20 and 580.159.04)
+CHUNK = 32 * MIB  # what a pool allocation is imported in, one handle each
+CHUNK_LIMIT = 128  # chunks that an import survives (seen on 580.126.20 and 580.159.04)
 
 INVALID_VALUE, OUT_OF_MEMORY, NOT_READY, ILLEGAL_ADDRESS, NOT_SUPPORTED = 1, 2, 600, 700, 801
 CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
@@ -32,32 +33,77 @@ PROT_READ, PROT_READWRITE = 1, 3
 
 # name: (arguments, suffix of the exported symbol). i int, I unsigned, Q 64 bits or CUdeviceptr, P pointer or opaque handle.
 SIGNATURES = {
-    "cuInit": ("I", ""), "cuDriverGetVersion": ("P", ""), "cuGetErrorName": ("iP", ""),
-    "cuDeviceGetCount": ("P", ""), "cuDeviceGet": ("Pi", ""), "cuDeviceGetName": ("Pii", ""),
-    "cuDeviceGetAttribute": ("Pii", ""), "cuDevicePrimaryCtxRetain": ("Pi", ""), "cuCtxPushCurrent": ("P", "_v2"),
-    "cuCtxPopCurrent": ("P", "_v2"), "cuCtxSynchronize": ("", ""), "cuMemGetInfo": ("PP", "_v2"),
-    "cuPointerGetAttributes": ("IPPQ", ""), "cuStreamCreate": ("PI", ""), "cuStreamDestroy": ("P", "_v2"),
-    "cuStreamQuery": ("P", ""), "cuStreamSynchronize": ("P", ""), "cuStreamWaitEvent": ("PPI", ""),
-    "cuStreamBeginCapture": ("Pi", "_v2"), "cuStreamEndCapture": ("PP", ""), "cuGraphDestroy": ("P", ""),
+    "cuInit": ("I", ""),
+    "cuDriverGetVersion": ("P", ""),
+    "cuGetErrorName": ("iP", ""),
+    "cuDeviceGetCount": ("P", ""),
+    "cuDeviceGet": ("Pi", ""),
+    "cuDeviceGetName": ("Pii", ""),
+    "cuDeviceGetAttribute": ("Pii", ""),
+    "cuDevicePrimaryCtxRetain": ("Pi", ""),
+    "cuCtxPushCurrent": ("P", "_v2"),
+    "cuCtxPopCurrent": ("P", "_v2"),
+    "cuCtxSynchronize": ("", ""),
+    "cuMemGetInfo": ("PP", "_v2"),
+    "cuPointerGetAttributes": ("IPPQ", ""),
+    "cuStreamCreate": ("PI", ""),
+    "cuStreamDestroy": ("P", "_v2"),
+    "cuStreamQuery": ("P", ""),
+    "cuStreamSynchronize": ("P", ""),
+    "cuStreamWaitEvent": ("PPI", ""),
+    "cuStreamBeginCapture": ("Pi", "_v2"),
+    "cuStreamEndCapture": ("PP", ""),
+    "cuGraphDestroy": ("P", ""),
     "cuThreadExchangeStreamCaptureMode": ("P", ""),
-    "cuStreamWriteValue64": ("PQQI", "_v2"), "cuStreamWaitValue64": ("PQQI", "_v2"),
-    "cuEventCreate": ("PI", ""), "cuEventDestroy": ("P", "_v2"), "cuEventRecord": ("PP", ""), "cuEventQuery": ("P", ""),
-    "cuIpcGetEventHandle": ("PP", ""), "cuMemHostRegister": ("PQI", "_v2"), "cuMemHostUnregister": ("P", ""),
+    "cuStreamWriteValue64": ("PQQI", "_v2"),
+    "cuStreamWaitValue64": ("PQQI", "_v2"),
+    "cuEventCreate": ("PI", ""),
+    "cuEventDestroy": ("P", "_v2"),
+    "cuEventRecord": ("PP", ""),
+    "cuEventQuery": ("P", ""),
+    "cuIpcGetEventHandle": ("PP", ""),
+    "cuMemHostRegister": ("PQI", "_v2"),
+    "cuMemHostUnregister": ("P", ""),
     "cuMemHostGetDevicePointer": ("PPI", "_v2"),
-    "cuDeviceSetMemPool": ("iP", ""), "cuDeviceGetMemPool": ("Pi", ""), "cuDeviceGetDefaultMemPool": ("Pi", ""),
-    "cuMemPoolCreate": ("PP", ""), "cuMemPoolDestroy": ("P", ""), "cuMemPoolSetAttribute": ("PiP", ""),
-    "cuMemPoolGetAttribute": ("PiP", ""), "cuMemPoolTrimTo": ("PQ", ""), "cuMemPoolSetAccess": ("PPQ", ""),
-    "cuMemPoolExportToShareableHandle": ("PPiQ", ""), "cuMemPoolImportFromShareableHandle": ("PPiQ", ""),
-    "cuMemPoolExportPointer": ("PQ", ""), "cuMemPoolImportPointer": ("PPP", ""),
-    "cuMemAllocFromPoolAsync": ("PQPP", ""), "cuMemAllocAsync": ("PQP", ""), "cuMemFreeAsync": ("QP", ""),
-    "cuMemAlloc": ("PQ", "_v2"), "cuMemFree": ("Q", "_v2"), "cuMemGetAddressRange": ("PPQ", "_v2"),
-    "cuMemcpyHtoDAsync": ("QPQP", "_v2"), "cuMemcpyDtoHAsync": ("PQQP", "_v2"), "cuMemcpyDtoDAsync": ("QQQP", "_v2"),
-    "cuMemsetD8Async": ("QBQP", ""), "cuIpcGetMemHandle": ("PQ", ""), "cuIpcCloseMemHandle": ("Q", ""),
-    "cuMemCreate": ("PQPQ", ""), "cuMemRelease": ("Q", ""), "cuMemAddressReserve": ("PQQQQ", ""),
-    "cuMemAddressFree": ("QQ", ""), "cuMemMap": ("QQQQQ", ""), "cuMemUnmap": ("QQ", ""), "cuMemSetAccess": ("QQPQ", ""),
-    "cuMemExportToShareableHandle": ("PQiQ", ""), "cuMemImportFromShareableHandle": ("PPi", ""),
-    "cuMemRetainAllocationHandle": ("PQ", ""), "cuMemGetAllocationGranularity": ("PPi", ""),
-    "cuModuleLoadData": ("PP", ""), "cuModuleGetFunction": ("PPP", ""), "cuLaunchKernel": ("PIIIIIIIPPP", ""),
+    "cuDeviceSetMemPool": ("iP", ""),
+    "cuDeviceGetMemPool": ("Pi", ""),
+    "cuDeviceGetDefaultMemPool": ("Pi", ""),
+    "cuMemPoolCreate": ("PP", ""),
+    "cuMemPoolDestroy": ("P", ""),
+    "cuMemPoolSetAttribute": ("PiP", ""),
+    "cuMemPoolGetAttribute": ("PiP", ""),
+    "cuMemPoolTrimTo": ("PQ", ""),
+    "cuMemPoolSetAccess": ("PPQ", ""),
+    "cuMemPoolExportToShareableHandle": ("PPiQ", ""),
+    "cuMemPoolImportFromShareableHandle": ("PPiQ", ""),
+    "cuMemPoolExportPointer": ("PQ", ""),
+    "cuMemPoolImportPointer": ("PPP", ""),
+    "cuMemAllocFromPoolAsync": ("PQPP", ""),
+    "cuMemAllocAsync": ("PQP", ""),
+    "cuMemFreeAsync": ("QP", ""),
+    "cuMemAlloc": ("PQ", "_v2"),
+    "cuMemFree": ("Q", "_v2"),
+    "cuMemGetAddressRange": ("PPQ", "_v2"),
+    "cuMemcpyHtoDAsync": ("QPQP", "_v2"),
+    "cuMemcpyDtoHAsync": ("PQQP", "_v2"),
+    "cuMemcpyDtoDAsync": ("QQQP", "_v2"),
+    "cuMemsetD8Async": ("QBQP", ""),
+    "cuIpcGetMemHandle": ("PQ", ""),
+    "cuIpcCloseMemHandle": ("Q", ""),
+    "cuMemCreate": ("PQPQ", ""),
+    "cuMemRelease": ("Q", ""),
+    "cuMemAddressReserve": ("PQQQQ", ""),
+    "cuMemAddressFree": ("QQ", ""),
+    "cuMemMap": ("QQQQQ", ""),
+    "cuMemUnmap": ("QQ", ""),
+    "cuMemSetAccess": ("QQPQ", ""),
+    "cuMemExportToShareableHandle": ("PQiQ", ""),
+    "cuMemImportFromShareableHandle": ("PPi", ""),
+    "cuMemRetainAllocationHandle": ("PQ", ""),
+    "cuMemGetAllocationGranularity": ("PPi", ""),
+    "cuModuleLoadData": ("PP", ""),
+    "cuModuleGetFunction": ("PPP", ""),
+    "cuLaunchKernel": ("PIIIIIIIPPP", ""),
 }
 KINDS = {"i": ctypes.c_int, "I": ctypes.c_uint, "Q": ctypes.c_uint64, "P": ctypes.c_void_p, "B": ctypes.c_ubyte}
 
@@ -115,9 +161,16 @@ class ChildSilent(Exception):
 
 
 class PoolProps(ctypes.Structure):
-    _fields_ = [("alloc_type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int),
-                ("location_id", ctypes.c_int), ("security", ctypes.c_void_p), ("max_size", ctypes.c_size_t),
-                ("usage", ctypes.c_ushort), ("reserved", ctypes.c_ubyte * 54)]
+    _fields_ = [
+        ("alloc_type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location_id", ctypes.c_int),
+        ("security", ctypes.c_void_p),
+        ("max_size", ctypes.c_size_t),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 54),
+    ]
 
 
 class AccessDesc(ctypes.Structure):
@@ -125,12 +178,19 @@ class AccessDesc(ctypes.Structure):
 
 
 class AllocationProp(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int),
-                ("location_id", ctypes.c_int), ("win32", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8)]
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location_id", ctypes.c_int),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
 
 
 class Handle64(ctypes.Structure):
     """CUipcEventHandle, CUipcMemHandle: 64 bytes, passed by value."""
+
     _fields_ = [("bytes", ctypes.c_ubyte * 64)]
 
 
@@ -216,8 +276,11 @@ class Driver:
         except AttributeError:
             raise CannotRun(f"this driver has no {name}") from None
         function.restype = ctypes.c_int
-        code = (function(ctypes.byref(out), value, ctypes.c_uint(flags)) if name == "cuIpcOpenMemHandle"
-                else function(ctypes.byref(out), value))
+        code = (
+            function(ctypes.byref(out), value, ctypes.c_uint(flags))
+            if name == "cuIpcOpenMemHandle"
+            else function(ctypes.byref(out), value)
+        )
         if code:
             raise CudaError(name, code, self.error_name(code))
         return out.value or 0
@@ -359,8 +422,14 @@ class Driver:
 
     def pointer(self, address: int) -> dict:
         """What the driver says about an address: pool, legacy IPC, handle types, buffer id, start and size."""
-        wanted = {"buffer_id": (7, ctypes.c_uint64), "legacy_ipc": (10, ctypes.c_int), "start": (11, ctypes.c_uint64),
-                  "size": (12, ctypes.c_size_t), "handle_types": (14, ctypes.c_uint), "pool": (17, ctypes.c_void_p)}
+        wanted = {
+            "buffer_id": (7, ctypes.c_uint64),
+            "legacy_ipc": (10, ctypes.c_int),
+            "start": (11, ctypes.c_uint64),
+            "size": (12, ctypes.c_size_t),
+            "handle_types": (14, ctypes.c_uint),
+            "pool": (17, ctypes.c_void_p),
+        }
         values = {key: kind() for key, (_, kind) in wanted.items()}
         numbers = (ctypes.c_int * len(wanted))(*[number for number, _ in wanted.values()])
         places = (ctypes.c_void_p * len(wanted))(*[ctypes.addressof(v) for v in values.values()])
@@ -369,8 +438,17 @@ class Driver:
 
     # ---- virtual memory management
 
-    VMM = ("cuMemCreate", "cuMemRelease", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemUnmap",
-           "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemAddressFree")
+    VMM = (
+        "cuMemCreate",
+        "cuMemRelease",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemUnmap",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+        "cuMemAddressFree",
+    )
 
     def vmm_create(self, count: int) -> int:
         prop = AllocationProp(1, POSIX_FD, 1, self.ordinal)
@@ -419,6 +497,7 @@ class Counters:
 
     def __init__(self, cu: Driver, fd: int | None = None):
         import mmap
+
         self.fd = os.memfd_create("counters", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, 4096)
@@ -476,8 +555,11 @@ class Child:
         self.socket, self.role, self.fds = ours, role, []
         self.process = subprocess.Popen(
             [sys.executable, os.path.abspath(sys.argv[0]), "--role", role, str(theirs.fileno()), str(options.device)],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(),
-            env=dict(os.environ, **(env or {})))
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            env=dict(os.environ, **(env or {})),
+        )
         theirs.close()
         _children.append(self)
 
@@ -636,11 +718,24 @@ class Report:
 
     def finish(self, verdict: str, code: int) -> int:
         if self.as_json:
-            print(json.dumps({
-                "script": self.script, "verdict": verdict, "exit": code, "card": self.card, "driver": driver_version(),
-                "cuda": self.cuda, "python": platform.python_version(), "kernel": platform.release(),
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "seconds": round(time.monotonic() - self.begin, 2), "steps": self.steps}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "script": self.script,
+                        "verdict": verdict,
+                        "exit": code,
+                        "card": self.card,
+                        "driver": driver_version(),
+                        "cuda": self.cuda,
+                        "python": platform.python_version(),
+                        "kernel": platform.release(),
+                        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                        "seconds": round(time.monotonic() - self.begin, 2),
+                        "steps": self.steps,
+                    }
+                ),
+                flush=True,
+            )
         word = {0: "as expected", 1: "UNEXPECTED", 2: "CANNOT RUN HERE"}[code]
         self.say(f"verdict: {word}: {verdict}")
         return code
@@ -653,7 +748,7 @@ def driver_version() -> str:
         return "unknown"
 
 
-options = argparse.Namespace(device=0)   # filled by run()
+options = argparse.Namespace(device=0)  # filled by run()
 
 
 def run(file: str, doc: str, experiment, roles: dict, *, verdict: str, deadline: float, arguments=None) -> None:
@@ -666,11 +761,16 @@ def run(file: str, doc: str, experiment, roles: dict, *, verdict: str, deadline:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         roles[sys.argv[2]](socket.socket(fileno=int(sys.argv[3]))).serve()
         os._exit(0)
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="Exit status: 0 as expected, 1 not as expected, 2 cannot run here.")
+    parser = argparse.ArgumentParser(
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 as expected, 1 not as expected, 2 cannot run here.",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, the lines for people on stderr")
     parser.add_argument("--device", type=int, default=options.device, help="ordinal of the device (default 0)")
-    parser.add_argument("--deadline", type=float, default=deadline, help=f"seconds for the whole script (default {deadline:.0f})")
+    parser.add_argument(
+        "--deadline", type=float, default=deadline, help=f"seconds for the whole script (default {deadline:.0f})"
+    )
     if arguments:
         arguments(parser)
     parser.parse_args(namespace=options)

@@ -4,6 +4,7 @@
 native: legacy IPC of the segment's base. native with expandable segments: VMM pieces with file descriptors. cudaMallocAsync:
 pool memory, exportable only if the current pool was made so. Decide by the pointer's attributes, never by the configuration.
 One helper process per backend; needs 160 MiB of free device memory beyond a context."""
+
 from __future__ import annotations
 
 import ctypes
@@ -31,6 +32,7 @@ class Allocator(Role):
             cu("cuDeviceSetMemPool", cu.ordinal, self.pool)
             os.close(cu.pool_fd(self.pool))
         import torch
+
         self.torch = torch
         return {"torch": torch.__version__, "backend": torch.cuda.get_allocator_backend()}
 
@@ -50,11 +52,27 @@ class Allocator(Role):
                 os.close(fd.value)
             cu("cuMemRelease", handle.value)
         pointer = cu.code("cuMemPoolExportPointer", (ctypes.c_ubyte * 64)(), base.value) if about["pool"] else -1
-        rung = ("pool" if pointer == 0 else "ipc" if about["legacy_ipc"] and legacy == 0 else
-                "vmm" if about["handle_types"] & cudalib.POSIX_FD and vmm == 0 else "none")
-        return {"rung": rung, "legacy_ipc": about["legacy_ipc"], "handle_types": about["handle_types"], "in_a_pool": bool(about["pool"]),
-                "ours": bool(self.pool) and about["pool"] == self.pool, "offset": address - base.value, "range": whole.value,
-                "cuIpcGetMemHandle": legacy, "cuMemRetainAllocationHandle": retain, "cuMemPoolExportPointer": pointer}
+        rung = (
+            "pool"
+            if pointer == 0
+            else "ipc"
+            if about["legacy_ipc"] and legacy == 0
+            else "vmm"
+            if about["handle_types"] & cudalib.POSIX_FD and vmm == 0
+            else "none"
+        )
+        return {
+            "rung": rung,
+            "legacy_ipc": about["legacy_ipc"],
+            "handle_types": about["handle_types"],
+            "in_a_pool": bool(about["pool"]),
+            "ours": bool(self.pool) and about["pool"] == self.pool,
+            "offset": address - base.value,
+            "range": whole.value,
+            "cuIpcGetMemHandle": legacy,
+            "cuMemRetainAllocationHandle": retain,
+            "cuMemPoolExportPointer": pointer,
+        }
 
 
 def experiment(report: Report) -> None:
@@ -67,11 +85,21 @@ def experiment(report: Report) -> None:
             opened = child.ask("open", swap=swap, timeout=120)
             rows = [child.ask("allocate", size=size, timeout=60) for size in SIZES]
         rungs = {r["rung"] for r in rows}
-        report.step(name, rungs == {EXPECTED[name]},
-                    f"torch {opened['torch']} ({opened['backend']}): shared by {' / '.join(sorted(rungs))}; "
-                    f"offsets in the allocation {[r['offset'] for r in rows]}, its sizes {[r['range'] // MIB for r in rows]} MiB", rows=rows)
+        report.step(
+            name,
+            rungs == {EXPECTED[name]},
+            f"torch {opened['torch']} ({opened['backend']}): shared by {' / '.join(sorted(rungs))}; "
+            f"offsets in the allocation {[r['offset'] for r in rows]}, its sizes {[r['range'] // MIB for r in rows]} MiB",
+            rows=rows,
+        )
 
 
 if __name__ == "__main__":
-    cudalib.run(__file__, __doc__, experiment, {"allocator": Allocator}, deadline=150,
-                verdict="native: legacy IPC; expandable segments: VMM handles; cudaMallocAsync: nothing, unless its pool was made shareable")
+    cudalib.run(
+        __file__,
+        __doc__,
+        experiment,
+        {"allocator": Allocator},
+        deadline=150,
+        verdict="native: legacy IPC; expandable segments: VMM handles; cudaMallocAsync: nothing, unless its pool is shareable",
+    )

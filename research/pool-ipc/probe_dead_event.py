@@ -7,6 +7,7 @@ worker's queued work really gone? Not while a process that inherited from it liv
 
 The worker is held up by a counter that nobody posts and, where the driver can compile PTX, by a long kernel. The process whose
 stream hangs is a helper too, ended by SIGKILL. Needs 32 MiB and three contexts."""
+
 from __future__ import annotations
 
 import ctypes
@@ -16,7 +17,7 @@ import time
 import cudalib
 from cudalib import MIB, Child, CudaError, Counters, Driver, Importer, Report, Role
 
-HOLD, DONE, GO = 0, 1, 2   # slots
+HOLD, DONE, GO = 0, 1, 2  # slots
 
 
 class Owner(Role):
@@ -58,7 +59,11 @@ class Owner(Role):
         """From another stream of ours: does that free who waits?"""
         side = self.cu.stream()
         code = self.cu.code("cuEventRecord", self.done, side)
-        return {"code": code, "drained": self.cu.drained(self.stream, seconds), "query": self.cu.code("cuEventQuery", self.done)}
+        return {
+            "code": code,
+            "drained": self.cu.drained(self.stream, seconds),
+            "query": self.cu.code("cuEventQuery", self.done),
+        }
 
     def op_look(self) -> dict:
         return {"byte": self.cu.read(self.block, 1, self.cu.stream())[0]}
@@ -130,7 +135,11 @@ def event_case(report: Report, kernel: bool) -> None:
             before = owner.ask("drained", seconds=0.3)["drained"]
             owner.ask("store", slot=HOLD, value=1)
             after = owner.ask("drained", seconds=5)["drained"]
-            report.step("event, control", not before and after, "with the worker alive the waiting stream goes on once the worker's work is done")
+            report.step(
+                "event, control",
+                not before and after,
+                "with the worker alive the waiting stream goes on once the worker's work is done",
+            )
             owner.ask("store", slot=HOLD, value=0)
         handle = owner.ask("event")["handle"]
         worker.ask("hold_up")
@@ -139,9 +148,15 @@ def event_case(report: Report, kernel: bool) -> None:
         worker.kill()
         drained = owner.ask("drained", seconds=3)["drained"]
         again = owner.ask("record_again", seconds=2)
-        report.step(f"event, held up by {how}", not drained and not again["drained"],
-                    f"worker killed: the owner's stream {'went on' if drained else 'still waits after 3 s'}; event recorded anew by the owner"
-                    f" -> {again['code']}: it {'went on' if again['drained'] else 'still waits'}", drained=drained, again=again)
+        report.step(
+            f"event, held up by {how}",
+            not drained and not again["drained"],
+            f"worker killed: the owner's stream {'went on' if drained else 'still waits after 3 s'}; "
+            "event recorded anew by the owner"
+            f" -> {again['code']}: it {'went on' if again['drained'] else 'still waits'}",
+            drained=drained,
+            again=again,
+        )
         owner.kill()
         for fd in fds:
             os.close(fd)
@@ -157,7 +172,11 @@ def counter_case(report: Report) -> None:
         waits = not owner.ask("drained", seconds=1)["drained"]
         owner.ask("store", slot=DONE, value=1)
         freed = owner.ask("drained", seconds=3)["drained"]
-        report.step("counter", waits and freed, f"worker killed: the owner's stream waits ({waits}); after a plain store it goes on ({freed})")
+        report.step(
+            "counter",
+            waits and freed,
+            f"worker killed: the owner's stream waits ({waits}); after a plain store it goes on ({freed})",
+        )
         for fd in fds:
             os.close(fd)
 
@@ -179,11 +198,15 @@ def gone_case(report: Report, heir: bool) -> None:
                 time.sleep(0.05)
         finally:
             if pid:
-                os.kill(pid, 9)   # made by our own worker above
+                os.kill(pid, 9)  # made by our own worker above
             for fd in fds:
                 os.close(fd)
-        report.step("dead worker, an heir alive" if heir else "dead worker, nobody left", (byte == 0xEE) == heir,
-                    f"its queued write {'landed after it was reaped' if byte == 0xEE else 'never landed (watched for 3 s)'}", byte=byte)
+        report.step(
+            "dead worker, an heir alive" if heir else "dead worker, nobody left",
+            (byte == 0xEE) == heir,
+            f"its queued write {'landed after it was reaped' if byte == 0xEE else 'never landed (watched for 3 s)'}",
+            byte=byte,
+        )
 
 
 def experiment(report: Report) -> None:
@@ -208,5 +231,12 @@ def arguments(parser) -> None:
 
 
 if __name__ == "__main__":
-    cudalib.run(__file__, __doc__, experiment, {"owner": Owner, "worker": Worker}, deadline=75, arguments=arguments,
-                verdict="an event that a dead process left pending hangs who waits on it for ever; a counter is freed by a store")
+    cudalib.run(
+        __file__,
+        __doc__,
+        experiment,
+        {"owner": Owner, "worker": Worker},
+        deadline=75,
+        arguments=arguments,
+        verdict="an event that a dead process left pending hangs who waits on it for ever; a counter is freed by a store",
+    )

@@ -3,6 +3,7 @@
 
 For comparison, legacy IPC: opening one handle twice also gives one address, but it is counted: after one close it still reads.
 And what saves the day: allocations that share a 32 MiB chunk are independent of each other. Needs 32 MiB and two contexts."""
+
 from __future__ import annotations
 
 import ctypes
@@ -48,11 +49,17 @@ def experiment(report: Report) -> None:
         except CudaError as error:
             report.step("second import", False, f"is refused: {error}")
             return
-        report.step("second import", first == second, f"returns {'the same address' if first == second else 'another address'}")
+        report.step(
+            "second import", first == second, f"returns {'the same address' if first == second else 'another address'}"
+        )
         worker.ask("free", key="second")
         answer = worker.ask("code", key="first")
-        report.step("first free unmaps both", answer["code"] != 0,
-                    f"a read through the other import -> {cu.error_name(answer['code'])}, {answer['bytes']}", **answer)
+        report.step(
+            "first free unmaps both",
+            answer["code"] != 0,
+            f"a read through the other import -> {cu.error_name(answer['code'])}, {answer['bytes']}",
+            **answer,
+        )
 
     with Child("worker") as worker:
         worker.ask("open", fds=(fd,))
@@ -60,8 +67,12 @@ def experiment(report: Report) -> None:
         worker.ask("import", key="neighbour", blob=cu.blob(neighbour).hex())
         worker.ask("free", key="one")
         answer = worker.ask("code", key="neighbour")
-        report.step("neighbour in the chunk", answer["code"] == 0 and answer["bytes"] == "22" * 4,
-                    f"an allocation of the same 32 MiB chunk still reads {answer['bytes']}", **answer)
+        report.step(
+            "neighbour in the chunk",
+            answer["code"] == 0 and answer["bytes"] == "22" * 4,
+            f"an allocation of the same 32 MiB chunk still reads {answer['bytes']}",
+            **answer,
+        )
 
     if not cu.has("cuMemAlloc", "cuIpcGetMemHandle"):
         report.skip("legacy IPC is counted", "this driver has no legacy IPC")
@@ -75,11 +86,21 @@ def experiment(report: Report) -> None:
         worker.ask("open")
         same = worker.ask("legacy", handle=bytes(handle.bytes).hex())["same"]
         answer = worker.ask("code", key="legacy")
-        report.step("legacy IPC is counted", same and answer["code"] == 0 and answer["bytes"] == "33" * 4,
-                    f"opened twice (same address: {same}), closed once: still reads {answer['bytes']}", **answer)
+        report.step(
+            "legacy IPC is counted",
+            same and answer["code"] == 0 and answer["bytes"] == "33" * 4,
+            f"opened twice (same address: {same}), closed once: still reads {answer['bytes']}",
+            **answer,
+        )
     os.close(fd)
 
 
 if __name__ == "__main__":
-    cudalib.run(__file__, __doc__, experiment, {"worker": Worker}, deadline=30,
-                verdict="a second pool import is no second reference: keep one import per allocation, and count")
+    cudalib.run(
+        __file__,
+        __doc__,
+        experiment,
+        {"worker": Worker},
+        deadline=30,
+        verdict="a second pool import is no second reference: keep one import per allocation, and count",
+    )

@@ -6,6 +6,7 @@
 2. In another thread while one captures in global mode (torch's default): which calls are refused *and* break that capture, and
    that bracketing them with cuThreadExchangeStreamCaptureMode(RELAXED) saves both.
 Each case runs in a fresh helper process, because a broken capture is hard to leave. Needs 16 MiB and one context at a time."""
+
 from __future__ import annotations
 
 import ctypes
@@ -57,8 +58,9 @@ class Capturer(Role):
         cu("cuMemHostGetDevicePointer", ctypes.byref(word), base + 4096, 0)
         calls = {
             "nothing": lambda: 0,
-            "cuDeviceSetMemPool": lambda: (cu.code("cuDeviceSetMemPool", cu.ordinal, ours)
-                                           or cu.code("cuDeviceSetMemPool", cu.ordinal, default)),
+            "cuDeviceSetMemPool": lambda: (
+                cu.code("cuDeviceSetMemPool", cu.ordinal, ours) or cu.code("cuDeviceSetMemPool", cu.ordinal, default)
+            ),
             "cuMemPoolExportPointer": lambda: cu.code("cuMemPoolExportPointer", (ctypes.c_ubyte * 64)(), block),
             "cuMemAllocFromPoolAsync": lambda: cu.code("cuMemAllocFromPoolAsync", ctypes.byref(out), 4096, ours, side),
             "cuMemHostRegister": lambda: cu.code("cuMemHostRegister", base, 4096, 3),
@@ -107,10 +109,20 @@ def experiment(report: Report) -> None:
     for case, (expected, words) in inside.items():
         with Child("capturer") as child:
             a = child.ask("inside", case=case)
-        report.step(f"in a capture: {case}", bool(expected(a)),
-                    f"an allocation {words}: alloc {name(a['alloc'])}, end of capture {name(a['end'])}"
-                    + (f", cuDeviceSetMemPool {name(a['changed'])}" if a["changed"] else ""), **a)
-    breaking = ("cuDeviceSetMemPool", "cuMemPoolExportPointer", "cuMemAllocFromPoolAsync", "cuMemHostRegister", "cuStreamQuery")
+        report.step(
+            f"in a capture: {case}",
+            bool(expected(a)),
+            f"an allocation {words}: alloc {name(a['alloc'])}, end of capture {name(a['end'])}"
+            + (f", cuDeviceSetMemPool {name(a['changed'])}" if a["changed"] else ""),
+            **a,
+        )
+    breaking = (
+        "cuDeviceSetMemPool",
+        "cuMemPoolExportPointer",
+        "cuMemAllocFromPoolAsync",
+        "cuMemHostRegister",
+        "cuStreamQuery",
+    )
     harmless = ("nothing", "cuMemGetInfo", "cuStreamWriteValue64")
     for call in harmless + breaking:
         for relaxed in (False, True) if call in breaking else (False,):
@@ -118,10 +130,20 @@ def experiment(report: Report) -> None:
                 a = child.ask("elsewhere", call=call, relaxed=relaxed)
             lives = not a["alloc"] and not a["end"] and not a["code"]
             breaks = a["code"] == CAPTURE_UNSUPPORTED and bool(a["alloc"] or a["end"])
-            report.step(f"in another thread: {call}{', relaxed' if relaxed else ''}", breaks if call in breaking and not relaxed else lives,
-                        f"-> {name(a['code'])}; that capture then: alloc {name(a['alloc'])}, end {name(a['end'])}", **a)
+            report.step(
+                f"in another thread: {call}{', relaxed' if relaxed else ''}",
+                breaks if call in breaking and not relaxed else lives,
+                f"-> {name(a['code'])}; that capture then: alloc {name(a['alloc'])}, end {name(a['end'])}",
+                **a,
+            )
 
 
 if __name__ == "__main__":
-    cudalib.run(__file__, __doc__, experiment, {"capturer": Capturer}, deadline=100,
-                verdict="IPC pools cannot be allocated from in a capture, and pool calls of another thread break one unless bracketed as RELAXED")
+    cudalib.run(
+        __file__,
+        __doc__,
+        experiment,
+        {"capturer": Capturer},
+        deadline=100,
+        verdict="IPC pools refuse allocation in a capture, and pool calls of another thread break one unless bracketed as RELAXED",
+    )

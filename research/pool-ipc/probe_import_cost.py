@@ -6,6 +6,7 @@ synchronise (which drops the driver's cached mapping). VMM: import, reserve, map
 device-to-device copy of that size. And many small ones: exports of 64 KiB each against copying them into one slab.
 Sizes 2 MiB to 4 GiB, as far as free device memory allows (twice the size, and two contexts). Single runs of one machine: orders
 of magnitude, not benchmarks."""
+
 from __future__ import annotations
 
 import ctypes
@@ -60,7 +61,9 @@ def one_size(report: Report, cu: Driver, size: int) -> None:
     address = cu.alloc(size, pool, stream)
     row["export"], blob = timed(cu.blob, address)
     if chunks(blob, size) > CHUNK_LIMIT:
-        raise CannotRun(f"the allocation of {size // MIB} MiB straddles {chunks(blob, size)} chunks, more than an import survives")
+        raise CannotRun(
+            f"the allocation of {size // MIB} MiB straddles {chunks(blob, size)} chunks, more than an import survives"
+        )
     row["export again"] = timed(cu.blob, address)[0]
     with Child("worker") as worker:
         worker.ask("open", fds=(fd,))
@@ -103,7 +106,9 @@ def one_size(report: Report, cu: Driver, size: int) -> None:
             out, handle64 = ctypes.c_uint64(), Handle64()
             cu("cuMemAlloc", ctypes.byref(out), size)
             cu("cuIpcGetMemHandle", ctypes.byref(handle64), out.value)
-            row["legacy open"] = statistics.median(worker.ask("legacy", handle=bytes(handle64.bytes).hex())["us"] for _ in range(rounds))
+            row["legacy open"] = statistics.median(
+                worker.ask("legacy", handle=bytes(handle64.bytes).hex())["us"] for _ in range(rounds)
+            )
             cu("cuMemFree", out.value)
     report.step(f"{size // MIB} MiB", MEASURED, ", ".join(f"{k} {v:.0f} us" for k, v in row.items()), **row)
 
@@ -122,8 +127,14 @@ def many_small(report: Report, cu: Driver) -> None:
         cu("cuMemcpyDtoDAsync", slab + i * SMALL, p, SMALL, stream)
     cu.sync(stream)
     copy = (time.perf_counter() - begin) * 1e6
-    report.step(f"{MANY} of 64 KiB", MEASURED, f"exports {export:.0f} us, imports {took:.0f} us, copies into one slab {copy:.0f} us",
-                exports=export, imports=took, copies=copy)
+    report.step(
+        f"{MANY} of 64 KiB",
+        MEASURED,
+        f"exports {export:.0f} us, imports {took:.0f} us, copies into one slab {copy:.0f} us",
+        exports=export,
+        imports=took,
+        copies=copy,
+    )
     os.close(fd)
 
 

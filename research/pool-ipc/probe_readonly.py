@@ -4,6 +4,7 @@
 Imported pools: no, cuMemPoolSetAccess(READ) is refused, and so is a release threshold. VMM memory mapped with PROT_READ: yes,
 a write there is an error in the writer, and the owner's bytes stay. Needs 64 MiB and two contexts; every write is made in a
 helper process, whose context it may poison."""
+
 from __future__ import annotations
 
 import ctypes
@@ -18,8 +19,11 @@ SIZE = 32 * MIB
 class Worker(Importer):
     def op_restrict(self) -> dict:
         value = ctypes.c_uint64(2**64 - 1)
-        return {"read_only": self.cu.pool_access(self.pool, PROT_READ), "both": self.cu.pool_access(self.pool, PROT_READWRITE),
-                "threshold": self.cu.code("cuMemPoolSetAttribute", self.pool, 4, ctypes.byref(value))}
+        return {
+            "read_only": self.cu.pool_access(self.pool, PROT_READ),
+            "both": self.cu.pool_access(self.pool, PROT_READWRITE),
+            "threshold": self.cu.code("cuMemPoolSetAttribute", self.pool, 4, ctypes.byref(value)),
+        }
 
     def op_map(self, flags: int) -> dict:
         handle = self.cu.vmm_open(self.received[0])
@@ -73,9 +77,15 @@ def experiment(report: Report) -> None:
         worker.ask("open", fds=(fd,))
         a = worker.ask("restrict")
     os.close(fd)
-    report.step("imported pool", a["read_only"] == NOT_SUPPORTED and a["both"] == 0,
-                f"cuMemPoolSetAccess(READ) -> {cu.error_name(a['read_only'])}, (READWRITE) -> {cu.error_name(a['both'])}", **a)
-    report.step("imported pool, threshold", a["threshold"] == INVALID_VALUE, f"setting it -> {cu.error_name(a['threshold'])}")
+    report.step(
+        "imported pool",
+        a["read_only"] == NOT_SUPPORTED and a["both"] == 0,
+        f"cuMemPoolSetAccess(READ) -> {cu.error_name(a['read_only'])}, (READWRITE) -> {cu.error_name(a['both'])}",
+        **a,
+    )
+    report.step(
+        "imported pool, threshold", a["threshold"] == INVALID_VALUE, f"setting it -> {cu.error_name(a['threshold'])}"
+    )
     if not cu.has(*cu.VMM):
         report.skip("VMM", "this driver has no virtual memory management")
         return
@@ -84,5 +94,11 @@ def experiment(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    cudalib.run(__file__, __doc__, experiment, {"worker": Worker}, deadline=40,
-                verdict="pool imports are always writable; VMM mappings can be read-only")
+    cudalib.run(
+        __file__,
+        __doc__,
+        experiment,
+        {"worker": Worker},
+        deadline=40,
+        verdict="pool imports are always writable; VMM mappings can be read-only",
+    )

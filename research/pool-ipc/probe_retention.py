@@ -5,6 +5,7 @@ Never exported: a trim gives it back. Exported once: `reserved` falls to 0 but t
 next allocation takes new memory on top (charged twice), bounded at one extra backing per exported range, until the pool is
 destroyed, its descriptors are closed and every importer is gone. Needs device memory for two contexts and five blocks of 64 MiB
 to 1 GiB (a sixteenth of what is free). Other users of the card disturb it: differences below half a block count as none."""
+
 from __future__ import annotations
 
 import os
@@ -60,7 +61,7 @@ class Ledger:
         self.owner, self.size = owner, size
         self.start = owner.ask("open", size=size, **how)["free"]
         self.fd = owner.fds[0]
-        if not keep_fd:   # a descriptor of the pool keeps its memory
+        if not keep_fd:  # a descriptor of the pool keeps its memory
             os.close(self.fd)
 
     def short(self, state: dict) -> int:
@@ -83,41 +84,65 @@ def experiment(report: Report) -> None:
         book = Ledger(owner, size)
         book("fill", export=False)
         short, state = book("drop")
-        report.step("never exported", short == 0 and state["reserved"] < size,
-                    f"freed and trimmed: {short} blocks short, reserved {state['reserved'] // MIB} MiB", short=short)
+        report.step(
+            "never exported",
+            short == 0 and state["reserved"] < size,
+            f"freed and trimmed: {short} blocks short, reserved {state['reserved'] // MIB} MiB",
+            short=short,
+        )
 
     with Child("owner") as owner:
         book = Ledger(owner, size)
         book("fill", export=True)
         short, state = book("drop")
-        report.step("exported", short == 1 and state["reserved"] < size,
-                    f"freed and trimmed: {short} block short although reserved says {state['reserved'] // MIB} MiB", short=short)
+        report.step(
+            "exported",
+            short == 1 and state["reserved"] < size,
+            f"freed and trimmed: {short} block short although reserved says {state['reserved'] // MIB} MiB",
+            short=short,
+        )
         short, state = book("fill", export=True)
         after = book.short({"free": state["free_exported"]})
-        report.step("charged twice", short == 2, f"the next block of that size: {short} blocks short with one alive; "
-                    f"once that one is exported as well: {after}", short=short, after_export=after)
+        report.step(
+            "charged twice",
+            short == 2,
+            f"the next block of that size: {short} blocks short with one alive; once that one is exported as well: {after}",
+            short=short,
+            after_export=after,
+        )
         shorts = []
         for _ in range(3):
             shorts.append(book("drop")[0])
             book("fill", export=True)
-        report.step("bounded", shorts == [1, 1, 1], f"three more rounds of allocate, export, free, trim: {shorts} blocks short", shorts=shorts)
+        report.step(
+            "bounded",
+            shorts == [1, 1, 1],
+            f"three more rounds of allocate, export, free, trim: {shorts} blocks short",
+            shorts=shorts,
+        )
         book("drop")
         short, _ = book("end")
-        report.step("ends with the pool", short == 0, f"pool destroyed and its descriptor closed: {short} blocks short", short=short)
+        report.step(
+            "ends with the pool", short == 0, f"pool destroyed and its descriptor closed: {short} blocks short", short=short
+        )
 
     with Child("owner") as owner:
         book = Ledger(owner, size, threshold_zero=True)
         book("fill", export=True)
         short, state = book("drop", trim=False)
-        report.step("released by threshold 0", short == 1, f"freed and synchronised: {short} block short, reserved {state['reserved'] // MIB} MiB",
-                    short=short)
+        report.step(
+            "released by threshold 0",
+            short == 1,
+            f"freed and synchronised: {short} block short, reserved {state['reserved'] // MIB} MiB",
+            short=short,
+        )
 
     with Child("owner") as owner, Child("importer") as importer:
         book = Ledger(owner, size, keep_fd=True)
         importer.ask("open", fds=(book.fd,))
         os.close(book.fd)
         start = owner.ask("look")["free"]
-        context = book.start - start   # the importer's context takes memory, and gives it back with the process
+        context = book.start - start  # the importer's context takes memory, and gives it back with the process
         blob = owner.ask("fill", export=True)["blob"]
         importer.ask("import", key="block", blob=blob)
         importer.ask("free", key="block")
@@ -125,11 +150,21 @@ def experiment(report: Report) -> None:
         alive = round((start - owner.ask("end")["free"]) / size)
         importer.close()
         gone = round((start + context - owner.ask("look")["free"]) / size)
-        report.step("ends with the importers", alive == 1 and gone == 0,
-                    f"pool destroyed, import given back, importer alive: {alive} block short; importer gone: {gone}",
-                    alive=alive, gone=gone)
+        report.step(
+            "ends with the importers",
+            alive == 1 and gone == 0,
+            f"pool destroyed, import given back, importer alive: {alive} block short; importer gone: {gone}",
+            alive=alive,
+            gone=gone,
+        )
 
 
 if __name__ == "__main__":
-    cudalib.run(__file__, __doc__, experiment, {"owner": Owner, "importer": Importer}, deadline=60,
-                verdict="memory whose pointer was exported is kept until pool, descriptors and importers are gone, and is charged twice after a trim")
+    cudalib.run(
+        __file__,
+        __doc__,
+        experiment,
+        {"owner": Owner, "importer": Importer},
+        deadline=60,
+        verdict="exported memory is kept until pool, descriptors and importers are gone, and is charged twice after a trim",
+    )

@@ -13,6 +13,7 @@ than 128 shows the overwrite; a shorter one shows nothing either way.
 Also shown: the same allocation imports in windows of at most 128 chunks (by an undocumented field of the export data), and
 cuMemCreate memory of any size imports. Device memory: 6.2 GiB for the whole ladder, less if less is free (steps that do not
 fit are said to be left out; at least 5.2 GiB are needed to see the crash)."""
+
 from __future__ import annotations
 
 import argparse
@@ -31,10 +32,10 @@ import time
 
 MIB = 1 << 20
 CHUNK = 32 * MIB
-SOUND = 128                      # chunks
-STRADDLE = 16 * MIB              # how far into a chunk the straddling allocations begin
-LADDER = [2048, 4064, 4096, 4128, 4608, 5120, 5248, 5264, 5280, 6144]   # MiB, begun at a chunk's start
-STRADDLING = [4064, 4096, 5232, 5248]                                    # MiB, begun inside a chunk
+SOUND = 128  # chunks
+STRADDLE = 16 * MIB  # how far into a chunk the straddling allocations begin
+LADDER = [2048, 4064, 4096, 4128, 4608, 5120, 5248, 5264, 5280, 6144]  # MiB, begun at a chunk's start
+STRADDLING = [4064, 4096, 5232, 5248]  # MiB, begun inside a chunk
 POSIX_FD = 1
 
 
@@ -47,14 +48,27 @@ class Failed(Exception):
 
 
 class PoolProps(ctypes.Structure):
-    _fields_ = [("alloc_type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int),
-                ("location_id", ctypes.c_int), ("security", ctypes.c_void_p), ("max_size", ctypes.c_size_t),
-                ("usage", ctypes.c_ushort), ("reserved", ctypes.c_ubyte * 54)]
+    _fields_ = [
+        ("alloc_type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location_id", ctypes.c_int),
+        ("security", ctypes.c_void_p),
+        ("max_size", ctypes.c_size_t),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 54),
+    ]
 
 
 class AllocationProp(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int),
-                ("location_id", ctypes.c_int), ("win32", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8)]
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location_id", ctypes.c_int),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
 
 
 class AccessDesc(ctypes.Structure):
@@ -65,11 +79,22 @@ class Driver:
     """libcuda.so.1 (or $ZCX_LIBCUDA), one device, its primary context current, one stream."""
 
     # 64-bit arguments that ctypes must not take for ints
-    WIDE = {"cuMemPoolExportPointer": [1], "cuMemAllocFromPoolAsync": [1], "cuMemFreeAsync": [0], "cuMemsetD8Async": [0, 2],
-            "cuMemcpyDtoHAsync": [1, 2], "cuMemCreate": [1, 3], "cuMemAddressReserve": [1, 2, 3, 4],
-            "cuMemMap": [0, 1, 2, 3, 4], "cuMemSetAccess": [0, 1, 3], "cuMemExportToShareableHandle": [1, 3],
-            "cuMemPoolExportToShareableHandle": [3], "cuMemPoolImportFromShareableHandle": [3], "cuMemRelease": [0],
-            "cuMemPoolTrimTo": [1]}
+    WIDE = {
+        "cuMemPoolExportPointer": [1],
+        "cuMemAllocFromPoolAsync": [1],
+        "cuMemFreeAsync": [0],
+        "cuMemsetD8Async": [0, 2],
+        "cuMemcpyDtoHAsync": [1, 2],
+        "cuMemCreate": [1, 3],
+        "cuMemAddressReserve": [1, 2, 3, 4],
+        "cuMemMap": [0, 1, 2, 3, 4],
+        "cuMemSetAccess": [0, 1, 3],
+        "cuMemExportToShareableHandle": [1, 3],
+        "cuMemPoolExportToShareableHandle": [3],
+        "cuMemPoolImportFromShareableHandle": [3],
+        "cuMemRelease": [0],
+        "cuMemPoolTrimTo": [1],
+    }
     SUFFIX = {"cuCtxPushCurrent": "_v2", "cuMemGetInfo": "_v2", "cuMemcpyDtoHAsync": "_v2"}
 
     def __init__(self, ordinal: int):
@@ -146,6 +171,7 @@ class Driver:
 
 # ---- the importing process
 
+
 def stack_bounds() -> tuple[int, int]:
     """The calling thread's stack, lowest and highest address."""
     libc = ctypes.CDLL(None)
@@ -210,14 +236,16 @@ def importer(connection: socket.socket, ordinal: int) -> None:
             try:
                 cu("cuCtxPushCurrent", cu.context)
                 bounds.extend(stack_bounds())
-                blobs = [((ctypes.c_ubyte * 64).from_buffer_copy(bytes.fromhex(blob)), size) for blob, size in request["parts"]]
+                blobs = [
+                    ((ctypes.c_ubyte * 64).from_buffer_copy(bytes.fromhex(blob)), size) for blob, size in request["parts"]
+                ]
                 function, expected = cu.find("cuMemPoolImportPointer"), None
                 for blob, size in blobs:
                     out = ctypes.c_uint64()
                     begin = time.perf_counter()
                     code = function(ctypes.byref(out), pool, blob)
                     took = time.perf_counter() - begin
-                    if request["look"]:   # at once, before anything else uses the stack
+                    if request["look"]:  # at once, before anything else uses the stack
                         imported.release()
                         looked.acquire()
                     answer["us"].append(took * 1e6)
@@ -248,9 +276,13 @@ def importer(connection: socket.socket, ordinal: int) -> None:
 def ask(request: dict, fd: int, ordinal: int, seconds: float = 40) -> dict:
     """Run one importer: its answer, or {'died': 'SIGSEGV'}."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = subprocess.Popen([sys.executable, os.path.abspath(__file__), "--importer", str(theirs.fileno()), str(ordinal)],
-                               pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(),
-                               stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, os.path.abspath(__file__), "--importer", str(theirs.fileno()), str(ordinal)],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        stderr=subprocess.PIPE,
+    )
     theirs.close()
     try:
         socket.send_fds(ours, [json.dumps(request).encode()], [fd])
@@ -276,6 +308,7 @@ def ask(request: dict, fd: int, ordinal: int, seconds: float = 40) -> dict:
 
 # ---- the exporting process
 
+
 class Report:
     def __init__(self, as_json: bool):
         self.as_json, self.rows, self.begin, self.card, self.cuda = as_json, [], time.monotonic(), "", ""
@@ -286,7 +319,10 @@ class Report:
     def row(self, **row) -> dict:
         self.rows.append(row)
         where = f"{row['chunks']:4d} chunks" if "chunks" in row else "           "
-        self.say(f"{row['what']:34} {row['mib']:6d} MiB {where}  {row['result']}" + (f"  {row['note']}" if row.get("note") else ""))
+        self.say(
+            f"{row['what']:34} {row['mib']:6d} MiB {where}  {row['result']}"
+            + (f"  {row['note']}" if row.get("note") else "")
+        )
         return row
 
     def finish(self, verdict: str, code: int) -> int:
@@ -296,10 +332,24 @@ class Report:
                     driver = file.read().strip()
             except OSError:
                 driver = "unknown"
-            print(json.dumps({"script": os.path.basename(__file__), "verdict": verdict, "exit": code, "card": self.card,
-                              "driver": driver, "cuda": self.cuda, "python": platform.python_version(), "kernel": platform.release(),
-                              "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                              "seconds": round(time.monotonic() - self.begin, 2), "steps": self.rows}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "script": os.path.basename(__file__),
+                        "verdict": verdict,
+                        "exit": code,
+                        "card": self.card,
+                        "driver": driver,
+                        "cuda": self.cuda,
+                        "python": platform.python_version(),
+                        "kernel": platform.release(),
+                        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                        "seconds": round(time.monotonic() - self.begin, 2),
+                        "steps": self.rows,
+                    }
+                ),
+                flush=True,
+            )
         self.say(f"verdict: {('as expected', 'UNEXPECTED', 'CANNOT RUN HERE')[code]}: {verdict}")
         return code
 
@@ -308,7 +358,7 @@ def place(cu: Driver, pool: ctypes.c_void_p, size: int, straddle: bool) -> tuple
     """An allocation whose first byte lies at a chunk's start, or STRADDLE behind it; (address, padding, export data)."""
     padding: list[int] = []
     if straddle:
-        whole = cu.alloc(pool, size + STRADDLE)   # makes room behind the padding
+        whole = cu.alloc(pool, size + STRADDLE)  # makes room behind the padding
         cu.free(whole)
         padding.append(cu.alloc(pool, STRADDLE))
     address = cu.alloc(pool, size)
@@ -318,7 +368,7 @@ def place(cu: Driver, pool: ctypes.c_void_p, size: int, straddle: bool) -> tuple
 
 
 def offset_of(blob: bytes) -> int:
-    return int.from_bytes(blob[24:32], "little")   # in the pool: undocumented
+    return int.from_bytes(blob[24:32], "little")  # in the pool: undocumented
 
 
 def one_import(report: Report, cu: Driver, mib: int, straddle: bool, number: int) -> dict:
@@ -341,8 +391,15 @@ def one_import(report: Report, cu: Driver, mib: int, straddle: bool, number: int
         stack = answer.get("stack") or {}
         if stack.get("length", 0) >= 64:
             note += f", {stack['length']} handles in a row on the dead stack"
-        row = report.row(what="straddling a chunk" if inside else "begins at a chunk", mib=mib, chunks=count, offset=inside,
-                         result=result, note=note, stack=stack)
+        row = report.row(
+            what="straddling a chunk" if inside else "begins at a chunk",
+            mib=mib,
+            chunks=count,
+            offset=inside,
+            result=result,
+            note=note,
+            stack=stack,
+        )
         for old in [address, *padding]:
             cu.free(old)
         return row
@@ -365,8 +422,12 @@ def windows(report: Report, cu: Driver, mib: int) -> dict:
             at += span
         answer = ask({"kind": "pool", "parts": parts, "look": False}, fd, cu.ordinal)
         good = answer.get("last") == [0x77] * len(parts) and answer.get("contiguous")
-        row = report.row(what=f"in {len(parts)} windows", mib=mib, result="imports, contiguous" if good else str(answer),
-                         note=f"{sum(answer['us']):.0f} us" if answer.get("us") else "")
+        row = report.row(
+            what=f"in {len(parts)} windows",
+            mib=mib,
+            result="imports, contiguous" if good else str(answer),
+            note=f"{sum(answer['us']):.0f} us" if answer.get("us") else "",
+        )
         cu.free(address)
         return row
     finally:
@@ -386,8 +447,12 @@ def vmm(report: Report, cu: Driver, mib: int) -> dict:
     cu("cuMemExportToShareableHandle", ctypes.byref(fd), handle.value, POSIX_FD, 0)
     answer = ask({"kind": "vmm", "size": size}, fd.value, cu.ordinal)
     os.close(fd.value)
-    return report.row(what="cuMemCreate memory", mib=mib, result="imports" if answer.get("last") == [0x66] else str(answer),
-                      note=f"{answer['us'][0]:.0f} us" if answer.get("us") else "")
+    return report.row(
+        what="cuMemCreate memory",
+        mib=mib,
+        result="imports" if answer.get("last") == [0x66] else str(answer),
+        note=f"{answer['us'][0]:.0f} us" if answer.get("us") else "",
+    )
 
 
 def experiment(report: Report, ordinal: int, limit_mib: int) -> tuple[str, int]:
@@ -396,7 +461,7 @@ def experiment(report: Report, ordinal: int, limit_mib: int) -> tuple[str, int]:
     cu("cuDeviceGetName", name, 128, ordinal)
     cu("cuDriverGetVersion", ctypes.byref(version))
     report.card, report.cuda = name.value.decode(), f"{version.value // 1000}.{version.value % 1000 // 10}"
-    room = (cu.free_bytes() - 700 * MIB) // MIB   # the importer's context, and some air
+    room = (cu.free_bytes() - 700 * MIB) // MIB  # the importer's context, and some air
     if limit_mib:
         room = min(room, limit_mib)
     report.say(f"{report.card}, CUDA {report.cuda}, room for allocations of {room} MiB")
@@ -421,23 +486,33 @@ def experiment(report: Report, ordinal: int, limit_mib: int) -> tuple[str, int]:
     if odd or any(r["result"] != "imports" for r in sound):
         return f"not as documented: {[(r['what'], r['mib'], r['result']) for r in odd] or 'a sound size failed'}", 1
     if not any(r["chunks"] > 164 for r in rows) and not dead:
-        raise NoGround(f"the largest allocation that fits has {max(r['chunks'] for r in rows)} chunks; the crash needs 165 (5264 MiB)")
+        raise NoGround(
+            f"the largest allocation that fits has {max(r['chunks'] for r in rows)} chunks; the crash needs 165 (5264 MiB)"
+        )
     if not dead:
         return "the bug does not show on this driver: every size imported", 1
     first = min(r["chunks"] for r in dead)
-    text = f"importer dies of {dead[0]['result']} from {first} chunks ({first * 32} MiB) on; last sound size {SOUND} chunks (4096 MiB)"
+    text = f"importer dies of {dead[0]['result']} from {first} chunks ({first * 32} MiB) on; "
+    text += f"last sound size {SOUND} chunks (4096 MiB)"
     if lucky:
-        text += f"; {len(lucky)} imports of 129 to {max(r['chunks'] for r in lucky)} chunks returned success, the overwrite " + (
-            "is seen on the dead stack" if seen else "cannot be seen from outside in this run")
-    return text + "; windows" + (" and cuMemCreate memory are" if ways_out[1]["result"] == "imports" else " are") + " unaffected", 0
+        text += (
+            f"; {len(lucky)} imports of 129 to {max(r['chunks'] for r in lucky)} chunks returned success, the overwrite "
+            + ("is seen on the dead stack" if seen else "cannot be seen from outside in this run")
+        )
+    return text + "; windows" + (
+        " and cuMemCreate memory are" if ways_out[1]["result"] == "imports" else " are"
+    ) + " unaffected", 0
 
 
 def main() -> int:
     if len(sys.argv) > 3 and sys.argv[1] == "--importer":
         importer(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
         os._exit(0)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="Exit status: 0 the bug shows as documented, 1 it does not, 2 cannot run here.")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 the bug shows as documented, 1 it does not, 2 cannot run here.",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, the lines for people on stderr")
     parser.add_argument("--device", type=int, default=0, help="ordinal of the device (default 0)")
     parser.add_argument("--limit", type=int, default=0, metavar="MIB", help="try no allocation above this")

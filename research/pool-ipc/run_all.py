@@ -4,6 +4,7 @@
 Needs python3 (3.9+) and, to be of use, a GPU with its driver; torch widens what two of them can show. One failing script does
 not stop the rest. Ten minutes at most, some three on a fast machine. The record holds card, driver, date, the hash of the
 sources, and for each script its exit status, verdict, steps and lines."""
+
 from __future__ import annotations
 
 import argparse
@@ -24,9 +25,17 @@ ENDS = {".c", ".h", ".py", ".pyi", ".toml"}
 
 # script: seconds that it may take. 580 in all.
 SCRIPTS = {
-    "verify_pool_swap.py": 85, "repro_mempool_import_segv.py": 80, "probe_retention.py": 40, "probe_duplicate_import.py": 25,
-    "probe_graph_capture.py": 60, "probe_blob_layout.py": 30, "probe_dead_event.py": 70, "probe_import_cost.py": 45,
-    "probe_readonly.py": 30, "probe_backends.py": 110, "wddm_pool_probe.py": 5,
+    "verify_pool_swap.py": 85,
+    "repro_mempool_import_segv.py": 80,
+    "probe_retention.py": 40,
+    "probe_duplicate_import.py": 25,
+    "probe_graph_capture.py": 60,
+    "probe_blob_layout.py": 30,
+    "probe_dead_event.py": 70,
+    "probe_import_cost.py": 45,
+    "probe_readonly.py": 30,
+    "probe_backends.py": 110,
+    "wddm_pool_probe.py": 5,
 }
 
 
@@ -45,7 +54,9 @@ def run(script: str, deadline: int) -> dict:
     begin = time.monotonic()
     command = [sys.executable, str(HERE / script), "--json", "--deadline", str(deadline)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline + 5, cwd=HERE, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=deadline + 5, cwd=HERE, stdin=subprocess.DEVNULL
+        )
         code, out, lines = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as late:
         code, out, lines = 1, (late.stdout or b"").decode(errors="replace"), (late.stderr or b"").decode(errors="replace")
@@ -53,15 +64,23 @@ def run(script: str, deadline: int) -> dict:
         result = json.loads(out)
     except ValueError:
         result = {"verdict": f"no report (exit status {code}, {time.monotonic() - begin:.0f} s)", "steps": []}
-    result.update(exit=code, seconds=round(time.monotonic() - begin, 1), output=lines.splitlines()[-200:],
-                  script_sha256=hashlib.sha256((HERE / script).read_bytes()).hexdigest())
+    result.update(
+        exit=code,
+        seconds=round(time.monotonic() - begin, 1),
+        output=lines.splitlines()[-200:],
+        script_sha256=hashlib.sha256((HERE / script).read_bytes()).hexdigest(),
+    )
     return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "research" / "results",
-                        help="a file, or a folder in which the record is named after card and driver")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=ROOT / "research" / "results",
+        help="a file, or a folder in which the record is named after card and driver",
+    )
     parser.add_argument("--only", nargs="*", choices=sorted(SCRIPTS), help="run just these")
     options = parser.parse_args()
     begin, results = time.monotonic(), {}
@@ -73,10 +92,17 @@ def main() -> int:
         print(f"{script:32} {result['seconds']:6.1f} s  {word}: {result['verdict']}", flush=True)
     seen = next((r for r in results.values() if r.get("card")), {})
     record = {
-        "record": "pool-ipc", "card": seen.get("card", ""), "driver": seen.get("driver", "unknown"), "cuda": seen.get("cuda", ""),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "python": platform.python_version(),
-        "kernel": platform.release(), "seconds": round(time.monotonic() - begin, 1), "source_sha256": source_hash(ROOT),
-        "command": "python3 research/pool-ipc/run_all.py", "scripts": results,
+        "record": "pool-ipc",
+        "card": seen.get("card", ""),
+        "driver": seen.get("driver", "unknown"),
+        "cuda": seen.get("cuda", ""),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "seconds": round(time.monotonic() - begin, 1),
+        "source_sha256": source_hash(ROOT),
+        "command": "python3 research/pool-ipc/run_all.py",
+        "scripts": results,
     }
     out = options.out
     if out.suffix != ".json":
@@ -87,7 +113,7 @@ def main() -> int:
     part.write_text(json.dumps(record, indent=1) + "\n")
     part.replace(out)
     print(f"record: {out}")
-    codes = {r["exit"] for name, r in results.items() if not name.startswith("wddm")}   # that one is for Windows
+    codes = {r["exit"] for name, r in results.items() if not name.startswith("wddm")}  # that one is for Windows
     return 1 if codes - {0, 2} else 0 if 0 in codes else 2
 
 

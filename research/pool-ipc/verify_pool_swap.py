@@ -7,6 +7,7 @@ it in place, is ordered by interprocess events, and gives its import back before
 
 The chain is walked twice: with the driver alone, and with torch where it is installed. Needs 192 MiB of free device memory
 beyond the two contexts (some 500 MiB each on a large card). Everything runs in helper processes."""
+
 from __future__ import annotations
 
 import ctypes
@@ -35,12 +36,17 @@ class Owner(Role):
 
     def op_torch(self) -> dict:
         import torch
+
         if not torch.cuda.is_available():
             raise CannotRun("the torch that is installed here sees no GPU")
         self.torch = torch
         x = torch.ones(4, device=f"cuda:{self.cu.ordinal}")
-        return {"version": torch.__version__, "backend": torch.cuda.get_allocator_backend(),
-                "sum": float(x.sum()), "allocated": torch.cuda.memory_allocated()}
+        return {
+            "version": torch.__version__,
+            "backend": torch.cuda.get_allocator_backend(),
+            "sum": float(x.sum()),
+            "allocated": torch.cuda.memory_allocated(),
+        }
 
     def op_allocate(self) -> dict:
         cu, data = self.cu, os.urandom(SIZE)
@@ -56,8 +62,12 @@ class Owner(Role):
             self.address = out.value
             cu.write(self.address, data, self.stream)
         about = cu.pointer(self.address)
-        return {"ours": about["pool"] == self.pool, "legacy_ipc": about["legacy_ipc"],
-                "handle_types": about["handle_types"], "sha256": hashlib.sha256(data).hexdigest()}
+        return {
+            "ours": about["pool"] == self.pool,
+            "legacy_ipc": about["legacy_ipc"],
+            "handle_types": about["handle_types"],
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
 
     def op_export_early(self) -> dict:
         return {"code": self.cu.code("cuMemPoolExportPointer", (ctypes.c_ubyte * 64)(), self.address)}
@@ -81,8 +91,11 @@ class Owner(Role):
 
     def op_hash(self) -> dict:
         if self.torch:
-            return {"sha256": hashlib.sha256(self.tensor.cpu().numpy().tobytes() if _numpy() else
-                                             bytes(self.tensor.cpu().tolist())).hexdigest()}
+            return {
+                "sha256": hashlib.sha256(
+                    self.tensor.cpu().numpy().tobytes() if _numpy() else bytes(self.tensor.cpu().tolist())
+                ).hexdigest()
+            }
         return {"sha256": hashlib.sha256(self.cu.read(self.address, SIZE, self.stream)).hexdigest()}
 
     def op_free_memory(self) -> dict:
@@ -150,16 +163,31 @@ def chain(report: Report, with_torch: bool) -> None:
         report.step(f"{mark}: swap", owner.ask("swap")["current"], "our pool is the device's current pool")
         if with_torch:
             t = owner.ask("torch", timeout=120)
-            report.step("torch: start", t["backend"] == "cudaMallocAsync" and t["sum"] == 4.0,
-                        f"torch {t['version']} came up on backend {t['backend']}")
-            report.step("torch: statistics", t["allocated"] == 0,
-                        f"memory_allocated() says {t['allocated']} with tensors alive: it reads the default pool", **t)
+            report.step(
+                "torch: start",
+                t["backend"] == "cudaMallocAsync" and t["sum"] == 4.0,
+                f"torch {t['version']} came up on backend {t['backend']}",
+            )
+            report.step(
+                "torch: statistics",
+                t["allocated"] == 0,
+                f"memory_allocated() says {t['allocated']} with tensors alive: it reads the default pool",
+                **t,
+            )
         a = owner.ask("allocate", timeout=60)
-        report.step(f"{mark}: allocation", a["ours"] and not a["legacy_ipc"],
-                    "a plain allocation lies in our pool and is not legacy-IPC capable", **a)
+        report.step(
+            f"{mark}: allocation",
+            a["ours"] and not a["legacy_ipc"],
+            "a plain allocation lies in our pool and is not legacy-IPC capable",
+            **a,
+        )
         code = owner.ask("export_early")["code"]
-        report.step(f"{mark}: order", code == INVALID_VALUE,
-                    f"pointer export before the pool's own export -> {code} (INVALID_VALUE is 1)", code=code)
+        report.step(
+            f"{mark}: order",
+            code == INVALID_VALUE,
+            f"pointer export before the pool's own export -> {code} (INVALID_VALUE is 1)",
+            code=code,
+        )
         blob = owner.ask("export")["blob"]
         fd = owner.fds[0]
         worker.ask("open", fds=(fd,))
@@ -168,21 +196,41 @@ def chain(report: Report, with_torch: bool) -> None:
         imported = worker.ask("import", key="a", blob=blob)
         used = before - owner.ask("free_memory")["free"]
         here = worker.ask("modules")
-        report.step(f"{mark}: import", used < SIZE // 2 and not here["torch"],
-                    f"a process without torch imported {SIZE // MIB} MiB in {imported['us']:.0f} us; device memory used: {used // MIB} MiB",
-                    us=imported["us"], used=used)
-        report.step(f"{mark}: read", worker.ask("hash", key="a", timeout=60)["sha256"] == a["sha256"], "the worker reads the owner's bytes")
+        report.step(
+            f"{mark}: import",
+            used < SIZE // 2 and not here["torch"],
+            f"a process without torch imported {SIZE // MIB} MiB in {imported['us']:.0f} us; device memory used: {used // MIB} MiB",
+            us=imported["us"],
+            used=used,
+        )
+        report.step(
+            f"{mark}: read",
+            worker.ask("hash", key="a", timeout=60)["sha256"] == a["sha256"],
+            "the worker reads the owner's bytes",
+        )
         wrote = worker.ask("fill", key="a", timeout=60)["sha256"]
-        report.step(f"{mark}: write in place", owner.ask("hash", timeout=60)["sha256"] == wrote, "the owner sees what the worker wrote")
+        report.step(
+            f"{mark}: write in place",
+            owner.ask("hash", timeout=60)["sha256"] == wrote,
+            "the owner sees what the worker wrote",
+        )
         events = owner.ask("events")
         worker.ask("events", **events)
         owner.ask("fill_and_record", byte=0x3C)
         seen = worker.ask("gated", key="a", byte=0x5D)["seen"]
         drained = owner.ask("await_done")["drained"]
-        report.step(f"{mark}: events", seen == "3c" * 4 and drained and
-                    owner.ask("hash", timeout=60)["sha256"] == hashlib.sha256(b"\x5d" * SIZE).hexdigest(),
-                    "READY orders the worker's read, DONE the owner's; the import was given back before DONE")
-        report.step(f"{mark}: teardown", owner.ask("release", timeout=60)["ok"], "the owner frees after the importer, and allocates again")
+        report.step(
+            f"{mark}: events",
+            seen == "3c" * 4
+            and drained
+            and owner.ask("hash", timeout=60)["sha256"] == hashlib.sha256(b"\x5d" * SIZE).hexdigest(),
+            "READY orders the worker's read, DONE the owner's; the import was given back before DONE",
+        )
+        report.step(
+            f"{mark}: teardown",
+            owner.ask("release", timeout=60)["ok"],
+            "the owner frees after the importer, and allocates again",
+        )
 
 
 def experiment(report: Report) -> None:
@@ -205,5 +253,11 @@ def experiment(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    cudalib.run(__file__, __doc__, experiment, {"owner": Owner, "worker": Worker}, deadline=150,
-                verdict="allocations made after the swap are shared without a copy, both ways, with ordered access and teardown")
+    cudalib.run(
+        __file__,
+        __doc__,
+        experiment,
+        {"owner": Owner, "worker": Worker},
+        deadline=150,
+        verdict="allocations made after the swap are shared without a copy, both ways, with ordered access and teardown",
+    )

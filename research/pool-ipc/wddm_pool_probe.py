@@ -14,6 +14,7 @@ pool (both directions) > vmm (arena: worker to parent at least) > host. Exit sta
 (wrong bytes, a crash), 2 cannot run here. Device memory: 64 MiB and two contexts. Needs no rights beyond the user's own.
 
 NOT YET RUN ON WINDOWS by its authors: they had none. Its logic runs against a made-up driver in their tests."""
+
 from __future__ import annotations
 
 import argparse
@@ -32,8 +33,8 @@ import time
 
 MIB = 1 << 20
 SIZE = 16 * MIB
-WIN32 = 2                        # CU_MEM_HANDLE_TYPE_WIN32
-D3D12_FENCE = 4                  # CU_EXTERNAL_SEMAPHORE_HANDLE_TYPE_D3D12_FENCE
+WIN32 = 2  # CU_MEM_HANDLE_TYPE_WIN32
+D3D12_FENCE = 4  # CU_EXTERNAL_SEMAPHORE_HANDLE_TYPE_D3D12_FENCE
 PROT_READ, PROT_READWRITE = 1, 3
 NOT_READY = 600
 WORKS, REFUSED, BROKEN, CRASHED, NOT_RUN = "works", "refused", "broken", "crashed", "not run"
@@ -57,15 +58,29 @@ class Died(Exception):
 
 # ---- structures of the driver and of Windows (64-bit)
 
+
 class PoolProps(ctypes.Structure):
-    _fields_ = [("alloc_type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int),
-                ("location_id", ctypes.c_int), ("security", ctypes.c_void_p), ("max_size", ctypes.c_size_t),
-                ("usage", ctypes.c_ushort), ("reserved", ctypes.c_ubyte * 54)]
+    _fields_ = [
+        ("alloc_type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location_id", ctypes.c_int),
+        ("security", ctypes.c_void_p),
+        ("max_size", ctypes.c_size_t),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 54),
+    ]
 
 
 class AllocationProp(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int),
-                ("location_id", ctypes.c_int), ("win32_meta", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8)]
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location_id", ctypes.c_int),
+        ("win32_meta", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
 
 
 class AccessDesc(ctypes.Structure):
@@ -89,8 +104,14 @@ class SemaphoreDesc(ctypes.Structure):
 
 
 class SignalParams(ctypes.Structure):
-    _fields_ = [("fence_value", ctypes.c_uint64), ("nvscisync", ctypes.c_uint64), ("key", ctypes.c_uint64),
-                ("params_reserved", ctypes.c_uint * 12), ("flags", ctypes.c_uint), ("reserved", ctypes.c_uint * 16)]
+    _fields_ = [
+        ("fence_value", ctypes.c_uint64),
+        ("nvscisync", ctypes.c_uint64),
+        ("key", ctypes.c_uint64),
+        ("params_reserved", ctypes.c_uint * 12),
+        ("flags", ctypes.c_uint),
+        ("reserved", ctypes.c_uint * 16),
+    ]
 
 
 class KeyedMutexWait(ctypes.Structure):
@@ -98,8 +119,14 @@ class KeyedMutexWait(ctypes.Structure):
 
 
 class WaitParams(ctypes.Structure):
-    _fields_ = [("fence_value", ctypes.c_uint64), ("nvscisync", ctypes.c_uint64), ("mutex", KeyedMutexWait),
-                ("params_reserved", ctypes.c_uint * 10), ("flags", ctypes.c_uint), ("reserved", ctypes.c_uint * 16)]
+    _fields_ = [
+        ("fence_value", ctypes.c_uint64),
+        ("nvscisync", ctypes.c_uint64),
+        ("mutex", KeyedMutexWait),
+        ("params_reserved", ctypes.c_uint * 10),
+        ("flags", ctypes.c_uint),
+        ("reserved", ctypes.c_uint * 16),
+    ]
 
 
 class SecurityAttributes(ctypes.Structure):
@@ -107,11 +134,18 @@ class SecurityAttributes(ctypes.Structure):
 
 
 class ObjectAttributes(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_uint32), ("root", ctypes.c_void_p), ("name", ctypes.c_void_p), ("attributes", ctypes.c_uint32),
-                ("descriptor", ctypes.c_void_p), ("quality", ctypes.c_void_p)]
+    _fields_ = [
+        ("length", ctypes.c_uint32),
+        ("root", ctypes.c_void_p),
+        ("name", ctypes.c_void_p),
+        ("attributes", ctypes.c_uint32),
+        ("descriptor", ctypes.c_void_p),
+        ("quality", ctypes.c_void_p),
+    ]
 
 
 # ---- the system
+
 
 class Windows:
     """Handles are the process's own until duplicated into the other."""
@@ -119,7 +153,12 @@ class Windows:
     def __init__(self) -> None:
         self.kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
         self.kernel32.GetCurrentProcess.restype = ctypes.c_void_p
-        self.kernel32.DuplicateHandle.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint32]
+        self.kernel32.DuplicateHandle.argtypes = [ctypes.c_void_p] * 3 + [
+            ctypes.c_void_p,
+            ctypes.c_uint32,
+            ctypes.c_int,
+            ctypes.c_uint32,
+        ]
         self.kernel32.CloseHandle.argtypes = [ctypes.c_void_p]
         self.keep: list = []
 
@@ -133,8 +172,9 @@ class Windows:
         """Full access for the owner and for nobody else."""
         advapi32 = ctypes.WinDLL("advapi32", use_last_error=True)
         out = ctypes.c_void_p()
-        if not advapi32.ConvertStringSecurityDescriptorToSecurityDescriptorW(ctypes.c_wchar_p("D:P(A;;GA;;;OW)"), 1,
-                                                                             ctypes.byref(out), None):
+        if not advapi32.ConvertStringSecurityDescriptorToSecurityDescriptorW(
+            ctypes.c_wchar_p("D:P(A;;GA;;;OW)"), 1, ctypes.byref(out), None
+        ):
             raise NoGround(f"no security descriptor: Windows error {ctypes.get_last_error()}")
         return out.value or 0
 
@@ -166,8 +206,10 @@ class Windows:
 
     def fence(self, luid: bytes) -> int:
         """A shared handle of a D3D12 fence on the adapter with this LUID, made through COM by hand."""
+
         def guid(text: str) -> ctypes.Array:
             import uuid
+
             return (ctypes.c_ubyte * 16).from_buffer_copy(uuid.UUID(text).bytes_le)
 
         def method(pointer: ctypes.c_void_p, slot: int, *types):
@@ -183,11 +225,21 @@ class Windows:
         except OSError as error:
             raise NoGround(f"no Direct3D 12 here: {error}") from None
         factory, adapter, device, fence, handle = (ctypes.c_void_p() for _ in range(5))
-        check("CreateDXGIFactory1", dxgi.CreateDXGIFactory1(guid("1bc6ea02-ef36-464f-bf0c-21ca39e5168a"), ctypes.byref(factory)))
+        check(
+            "CreateDXGIFactory1",
+            dxgi.CreateDXGIFactory1(guid("1bc6ea02-ef36-464f-bf0c-21ca39e5168a"), ctypes.byref(factory)),
+        )
         by_luid = method(factory, 26, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p)
-        check("EnumAdapterByLuid", by_luid(factory, int.from_bytes(luid, "little"), guid("2411e7e1-12ac-4ccf-bd14-9798e8534dc0"),
-                                           ctypes.byref(adapter)))
-        check("D3D12CreateDevice", d3d12.D3D12CreateDevice(adapter, 0xB000, guid("189819f1-1db6-4b57-be54-1821339b85f7"), ctypes.byref(device)))
+        check(
+            "EnumAdapterByLuid",
+            by_luid(
+                factory, int.from_bytes(luid, "little"), guid("2411e7e1-12ac-4ccf-bd14-9798e8534dc0"), ctypes.byref(adapter)
+            ),
+        )
+        check(
+            "D3D12CreateDevice",
+            d3d12.D3D12CreateDevice(adapter, 0xB000, guid("189819f1-1db6-4b57-be54-1821339b85f7"), ctypes.byref(device)),
+        )
         make = method(device, 36, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         check("CreateFence", make(device, 0, 1, guid("0a753dcf-c4d8-4b91-adf6-be5a60d95a76"), ctypes.byref(fence)))
         share = method(device, 31, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_wchar_p, ctypes.c_void_p)
@@ -236,14 +288,38 @@ SYSTEM = Windows() if sys.platform == "win32" else Other()
 
 # ---- the driver
 
+
 class Driver:
-    WIDE = {"cuMemPoolExportPointer": [1], "cuMemAllocFromPoolAsync": [1], "cuMemFreeAsync": [0], "cuMemsetD8Async": [0, 2],
-            "cuMemcpyDtoHAsync": [1, 2], "cuMemCreate": [1, 3], "cuMemAddressReserve": [1, 2, 3, 4], "cuMemMap": [0, 1, 2, 3, 4],
-            "cuMemSetAccess": [0, 1, 3], "cuMemExportToShareableHandle": [1, 3], "cuMemPoolExportToShareableHandle": [3],
-            "cuMemPoolImportFromShareableHandle": [3], "cuMemRelease": [0], "cuMemUnmap": [0, 1], "cuMemAddressFree": [0, 1],
-            "cuStreamWriteValue64": [1, 2], "cuStreamWaitValue64": [1, 2], "cuMemHostRegister": [1], "cuMemPoolSetAccess": [2]}
-    SUFFIX = {"cuCtxPushCurrent": "_v2", "cuMemGetInfo": "_v2", "cuMemcpyDtoHAsync": "_v2", "cuStreamWriteValue64": "_v2",
-              "cuStreamWaitValue64": "_v2", "cuMemHostRegister": "_v2", "cuMemHostGetDevicePointer": "_v2"}
+    WIDE = {
+        "cuMemPoolExportPointer": [1],
+        "cuMemAllocFromPoolAsync": [1],
+        "cuMemFreeAsync": [0],
+        "cuMemsetD8Async": [0, 2],
+        "cuMemcpyDtoHAsync": [1, 2],
+        "cuMemCreate": [1, 3],
+        "cuMemAddressReserve": [1, 2, 3, 4],
+        "cuMemMap": [0, 1, 2, 3, 4],
+        "cuMemSetAccess": [0, 1, 3],
+        "cuMemExportToShareableHandle": [1, 3],
+        "cuMemPoolExportToShareableHandle": [3],
+        "cuMemPoolImportFromShareableHandle": [3],
+        "cuMemRelease": [0],
+        "cuMemUnmap": [0, 1],
+        "cuMemAddressFree": [0, 1],
+        "cuStreamWriteValue64": [1, 2],
+        "cuStreamWaitValue64": [1, 2],
+        "cuMemHostRegister": [1],
+        "cuMemPoolSetAccess": [2],
+    }
+    SUFFIX = {
+        "cuCtxPushCurrent": "_v2",
+        "cuMemGetInfo": "_v2",
+        "cuMemcpyDtoHAsync": "_v2",
+        "cuStreamWriteValue64": "_v2",
+        "cuStreamWaitValue64": "_v2",
+        "cuMemHostRegister": "_v2",
+        "cuMemHostGetDevicePointer": "_v2",
+    }
 
     def __init__(self, ordinal: int, name: str | None):
         self.lib = SYSTEM.driver(name)
@@ -322,7 +398,11 @@ class Driver:
 
     def semaphore(self, handle: int) -> ctypes.c_void_p:
         out = ctypes.c_void_p()
-        self("cuImportExternalSemaphore", ctypes.byref(out), ctypes.byref(SemaphoreDesc(D3D12_FENCE, Win32Handle(handle, None))))
+        self(
+            "cuImportExternalSemaphore",
+            ctypes.byref(out),
+            ctypes.byref(SemaphoreDesc(D3D12_FENCE, Win32Handle(handle, None))),
+        )
         return out
 
     def signal(self, semaphore: ctypes.c_void_p, value: int) -> None:
@@ -333,6 +413,7 @@ class Driver:
 
 
 # ---- the second process
+
 
 class Second:
     """Answers one JSON line to one JSON line."""
@@ -349,7 +430,12 @@ class Second:
 
     def pointer(self, blob: str) -> dict:
         out = ctypes.c_uint64()
-        self.cu("cuMemPoolImportPointer", ctypes.byref(out), self.imported, ctypes.byref(PoolBlob.from_buffer_copy(bytes.fromhex(blob))))
+        self.cu(
+            "cuMemPoolImportPointer",
+            ctypes.byref(out),
+            self.imported,
+            ctypes.byref(PoolBlob.from_buffer_copy(bytes.fromhex(blob))),
+        )
         self.address = out.value
         return {"bytes": self.cu.ends(out.value)}
 
@@ -447,7 +533,9 @@ class Peer:
             raise Died(f"no answer in {seconds:.0f} s") from None
         if answer is None:
             status = self.process.wait(10)
-            raise Died(f"ended with status {status & 0xFFFFFFFF:#x}" if sys.platform == "win32" else f"ended with status {status}")
+            raise Died(
+                f"ended with status {status & 0xFFFFFFFF:#x}" if sys.platform == "win32" else f"ended with status {status}"
+            )
         if "refused_call" in answer:
             raise Refused(*answer["refused_call"])
         return answer
@@ -457,7 +545,7 @@ class Peer:
             self.process.stdin.write(json.dumps([op, data]) + "\n")
             self.process.stdin.flush()
         except OSError:
-            pass   # the answer says how it ended
+            pass  # the answer says how it ended
         return self._answer(seconds)
 
     def give(self, handle: int) -> int:
@@ -476,6 +564,7 @@ class Peer:
 
 
 # ---- the steps
+
 
 class Probe:
     def __init__(self, options: argparse.Namespace):
@@ -512,8 +601,15 @@ class Probe:
         cu("cuDeviceGetName", name, 128, self.options.device)
         cu("cuDriverGetVersion", ctypes.byref(version))
         self.card, self.cuda = name.value.decode(), f"{version.value // 1000}.{version.value % 1000 // 10}"
-        answers = {"TCC": 35, "VMM": 102, "VMM with WIN32 handles": 104, "pools": 115, "pool handle types": 119,
-                   "64-bit stream memory operations": 122, "interprocess events": 125}
+        answers = {
+            "TCC": 35,
+            "VMM": 102,
+            "VMM with WIN32 handles": 104,
+            "pools": 115,
+            "pool handle types": 119,
+            "64-bit stream memory operations": 122,
+            "interprocess events": 125,
+        }
         self.attributes = {key: cu.attribute(number) for key, number in answers.items()}
         self.say(f"{self.card}, CUDA {self.cuda}, {platform.platform()}")
         self.say("the driver claims: " + ", ".join(f"{k} {v}" for k, v in self.attributes.items()))
@@ -527,8 +623,11 @@ class Probe:
         broken = [s["name"] for s in self.steps if s["outcome"] in (BROKEN, CRASHED)]
         rung = next((r for r in ("pool", "vmm") if self.outcome(r) == WORKS), "host")
         gate = next((g for g in ("counters", "fence", "events") if self.outcome(g) == WORKS), "")
-        words = {"pool": "pool sharing works, both directions", "vmm": "no pool sharing; a VMM arena works (worker to parent at least)",
-                 "host": "no device memory can be shared; host memory is what is left"}[rung]
+        words = {
+            "pool": "pool sharing works, both directions",
+            "vmm": "no pool sharing; a VMM arena works (worker to parent at least)",
+            "host": "no device memory can be shared; host memory is what is left",
+        }[rung]
         ordered = f"ordered by {gate}" if gate else "and nothing orders streams of two processes: synchronise on the CPU"
         text = f"rung {rung}: {words}, {ordered}" if rung != "host" else f"rung host: {words}"
         return text + (f"; BROKEN: {', '.join(broken)}" if broken else ""), 1 if broken else 0
@@ -552,8 +651,10 @@ class Probe:
         cu.sync()
         SYSTEM.close(handle.value or 0)
         return seen == [0x31] * 2 and back == [0x42] * 2, (
-            f"created, exported, imported; the other process reads {seen}, writes in place, we read {back}; pointer export before the "
-            f"pool's own -> {early}")
+            f"created, exported, imported; the other process reads {seen}, writes in place, we read {back}; "
+            "pointer export before the "
+            f"pool's own -> {early}"
+        )
 
     def events(self) -> tuple[bool, str]:
         cu, event, handle = self.cu, ctypes.c_void_p(), IpcEvent()
@@ -580,7 +681,9 @@ class Probe:
                 drained = self.cu.drained(5)
         finally:
             SYSTEM.forget_page(name)
-        return early == 0 and drained and words[8] == 2, f"held until we posted ({early == 0}), then it posted and our stream went on ({drained})"
+        return early == 0 and drained and words[
+            8
+        ] == 2, f"held until we posted ({early == 0}), then it posted and our stream went on ({drained})"
 
     def fence(self) -> tuple[bool, str]:
         luid, mask = ctypes.create_string_buffer(8), ctypes.c_uint()
@@ -596,7 +699,13 @@ class Probe:
 
     def vmm(self, flags: int) -> tuple[bool, str]:
         cu, memory, handle = self.cu, ctypes.c_uint64(), ctypes.c_void_p()
-        cu("cuMemCreate", ctypes.byref(memory), SIZE, ctypes.byref(AllocationProp(1, WIN32, 1, cu.ordinal, SYSTEM.vmm_security())), 0)
+        cu(
+            "cuMemCreate",
+            ctypes.byref(memory),
+            SIZE,
+            ctypes.byref(AllocationProp(1, WIN32, 1, cu.ordinal, SYSTEM.vmm_security())),
+            0,
+        )
         address = cu.map(memory.value, PROT_READWRITE)
         cu.fill(address, 0x53)
         cu.sync()
@@ -614,17 +723,33 @@ class Probe:
         cu("cuMemAddressFree", address, SIZE)
         cu("cuMemRelease", memory.value)
         if flags == PROT_READWRITE:
-            return seen == [0x53] * 2 and back == [0x64] * 2, f"handle duplicated; the other process reads {seen}, writes in place, we read {back}"
+            return seen == [0x53] * 2 and back == [
+                0x64
+            ] * 2, f"handle duplicated; the other process reads {seen}, writes in place, we read {back}"
         return seen == [0x53] * 2 and back == [0x53] * 2 and bool(refused), (
-            f"mapped for reading, it reads {seen}; a write there: {refused or 'went through'}; our bytes then {back}")
+            f"mapped for reading, it reads {seen}; a write there: {refused or 'went through'}; our bytes then {back}"
+        )
 
     def finish(self, verdict: str, code: int) -> int:
         if self.options.json:
-            print(json.dumps({"script": os.path.basename(__file__), "verdict": verdict, "exit": code, "card": self.card, "cuda": self.cuda,
-                              "system": platform.platform(), "python": platform.python_version(),
-                              "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                              "seconds": round(time.monotonic() - self.begin, 2), "attributes": getattr(self, "attributes", {}),
-                              "steps": self.steps}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "script": os.path.basename(__file__),
+                        "verdict": verdict,
+                        "exit": code,
+                        "card": self.card,
+                        "cuda": self.cuda,
+                        "system": platform.platform(),
+                        "python": platform.python_version(),
+                        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                        "seconds": round(time.monotonic() - self.begin, 2),
+                        "attributes": getattr(self, "attributes", {}),
+                        "steps": self.steps,
+                    }
+                ),
+                flush=True,
+            )
         self.say(f"verdict: {('reached', 'BROKEN', 'CANNOT RUN HERE')[code]}: {verdict}")
         return code
 
@@ -658,4 +783,4 @@ if __name__ == "__main__":
         second(int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None)
     status = main()
     sys.stdout.flush()
-    os._exit(status)   # a stream that waits for ever must not hold up the end
+    os._exit(status)  # a stream that waits for ever must not hold up the end

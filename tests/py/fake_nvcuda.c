@@ -1,8 +1,9 @@
 /* fake_nvcuda.c: a made-up nvcuda for the test of research/pool-ipc/wddm_pool_probe.py, on Linux.
  *
  * Handles are small numbers, device memory is files in $FAKE_NVCUDA_DIR, one thread executes what the one stream holds.
- * FAKE_NVCUDA_REFUSE (names, comma-separated): those calls answer NOT_SUPPORTED. FAKE_NVCUDA_CRASH: that call kills the process.
- * FAKE_NVCUDA_LIE: imported memory is somebody else's. Does not: claim to be like the real thing; nobody has seen that yet. */
+ * FAKE_NVCUDA_REFUSE (names, comma-separated): those calls answer NOT_SUPPORTED. FAKE_NVCUDA_CRASH: that one kills the
+ * process. FAKE_NVCUDA_LIE: imported memory is somebody else's. Does not: claim to be like the real thing, which nobody has
+ * seen yet. */
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
@@ -128,11 +129,18 @@ CALL(cuInit, unsigned flags) {
     return flags ? INVALID : pthread_create(&thread, NULL, work, NULL);
 }
 CALL(cuDriverGetVersion, int *out) { *out = 13040; return OK; }
-CALL(cuGetErrorName, int code, const char **out) { *out = code == NOT_SUPPORTED ? "CUDA_ERROR_NOT_SUPPORTED" : "CUDA_ERROR_OTHER"; return OK; }
+CALL(cuGetErrorName, int code, const char **out) {
+    *out = code == NOT_SUPPORTED ? "CUDA_ERROR_NOT_SUPPORTED" : "CUDA_ERROR_OTHER";
+    return OK;
+}
 CALL(cuDeviceGetCount, int *out) { GATE; *out = 1; return OK; }
 CALL(cuDeviceGetName, char *out, int n, int device) { snprintf(out, (size_t)n, "made-up card %d", device); return OK; }
 CALL(cuDeviceGetLuid, char *out, unsigned *mask, int device) { memset(out, device + 1, 8); *mask = 1; return OK; }
-CALL(cuDeviceGetAttribute, int *out, int number, int device) { (void)device; *out = number == 119 ? WIN32 : number != 35; return OK; }
+CALL(cuDeviceGetAttribute, int *out, int number, int device) {
+    (void)device;
+    *out = number == 119 ? WIN32 : number != 35;
+    return OK;
+}
 CALL(cuDevicePrimaryCtxRetain, void **out, int device) { (void)device; *out = &lock; return OK; }
 CALL(cuCtxPushCurrent_v2, void *ctx) { return ctx ? OK : INVALID; }
 CALL(cuStreamCreate, void **out, unsigned flags) { (void)flags; *out = &head; return OK; }
@@ -150,8 +158,14 @@ CALL(cuStreamSynchronize, void *stream) {
     pthread_mutex_unlock(&lock);
     return fault;
 }
-CALL(cuMemsetD8Async, ptr at, unsigned char byte, size_t n, void *s) { (void)s; return push((struct op){.kind = SET, .at = at, .value = byte, .n = n}); }
-CALL(cuMemcpyDtoHAsync_v2, void *to, ptr at, size_t n, void *s) { (void)s; return push((struct op){.kind = COPY, .at = at, .host = to, .n = n}); }
+CALL(cuMemsetD8Async, ptr at, unsigned char byte, size_t n, void *s) {
+    (void)s;
+    return push((struct op){.kind = SET, .at = at, .value = byte, .n = n});
+}
+CALL(cuMemcpyDtoHAsync_v2, void *to, ptr at, size_t n, void *s) {
+    (void)s;
+    return push((struct op){.kind = COPY, .at = at, .host = to, .n = n});
+}
 
 CALL(cuMemPoolCreate, void **out, const int *props) {
     GATE;
@@ -257,7 +271,11 @@ CALL(cuMemExportToShareableHandle, void **out, ptr memory, int type, unsigned lo
     *out = (void *)(uintptr_t)memory;
     return OK;
 }
-CALL(cuMemImportFromShareableHandle, ptr *out, void *handle, int type) { GATE; *out = (ptr)(uintptr_t)handle; return type == WIN32 ? OK : INVALID; }
+CALL(cuMemImportFromShareableHandle, ptr *out, void *handle, int type) {
+    GATE;
+    *out = (ptr)(uintptr_t)handle;
+    return type == WIN32 ? OK : INVALID;
+}
 CALL(cuMemAddressReserve, ptr *out, size_t n, size_t alignment, ptr where, unsigned long long flags) {
     (void)alignment, (void)where, (void)flags;
     *out = (ptr)(uintptr_t)mmap(NULL, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -2,6 +2,7 @@
 
 On the simulated driver each script reaches the verdict that it reaches on a card, as far as that driver goes; without a driver it
 says so and exits 2; a driver that behaves otherwise is noticed. The Windows probe runs against a made-up nvcuda."""
+
 from __future__ import annotations
 
 import ast
@@ -37,8 +38,14 @@ def load(path: pathlib.Path):
 
 def run(script: str, *arguments: str, env: dict[str, str], timeout: float = 120) -> subprocess.CompletedProcess:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SIMCUDA_", "FAKE_NVCUDA_", "ZCX_"))}
-    return subprocess.run([sys.executable, str(FOLDER / script), *arguments], env=dict(clean, **env), capture_output=True, text=True,
-                          timeout=timeout, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        [sys.executable, str(FOLDER / script), *arguments],
+        env=dict(clean, **env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 @pytest.fixture
@@ -102,11 +109,14 @@ def test_without_a_gpu(script: str, tmp_path: pathlib.Path) -> None:
     assert report["exit"] == 2 and report["steps"] == []
 
 
-@pytest.mark.parametrize(("script", "rule", "step"), [
-    ("probe_readonly.py", {"SIMCUDA_FAIL": "cuMemPoolSetAccess:1:1"}, "imported pool"),
-    ("probe_blob_layout.py", {"SIMCUDA_FAIL": "cuMemPoolExportPointer:1:999"}, "order"),
-    ("probe_duplicate_import.py", {"SIMCUDA_FAIL": "cuMemPoolImportPointer:2:999"}, "second import"),
-])
+@pytest.mark.parametrize(
+    ("script", "rule", "step"),
+    [
+        ("probe_readonly.py", {"SIMCUDA_FAIL": "cuMemPoolSetAccess:1:1"}, "imported pool"),
+        ("probe_blob_layout.py", {"SIMCUDA_FAIL": "cuMemPoolExportPointer:1:999"}, "order"),
+        ("probe_duplicate_import.py", {"SIMCUDA_FAIL": "cuMemPoolImportPointer:2:999"}, "second import"),
+    ],
+)
 def test_another_driver_is_noticed(script: str, rule: dict[str, str], step: str, sim: dict[str, str]) -> None:
     done = run(script, "--json", env=dict(sim, **rule))
     report = json.loads(done.stdout)
@@ -132,15 +142,28 @@ def test_stands_alone(script: str) -> None:
 
 # ---- run_all
 
+
 def test_run_all(sim: dict[str, str], tmp_path: pathlib.Path) -> None:
     """One record; a script that fails does not stop the next."""
     env = dict(sim, SIMCUDA_FAIL="cuMemPoolSetAccess:1:1")
-    done = run("run_all.py", "--out", str(tmp_path / "out"), "--only", "probe_duplicate_import.py", "probe_readonly.py", "wddm_pool_probe.py", env=env)
+    done = run(
+        "run_all.py",
+        "--out",
+        str(tmp_path / "out"),
+        "--only",
+        "probe_duplicate_import.py",
+        "probe_readonly.py",
+        "wddm_pool_probe.py",
+        env=env,
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     [path] = (tmp_path / "out").iterdir()
     record = json.loads(path.read_text())
     assert {name: r["exit"] for name, r in record["scripts"].items()} == {
-        "probe_duplicate_import.py": 0, "probe_readonly.py": 1, "wddm_pool_probe.py": 2}
+        "probe_duplicate_import.py": 0,
+        "probe_readonly.py": 1,
+        "wddm_pool_probe.py": 2,
+    }
     assert record["card"].startswith("Simulated") and re.fullmatch("[0-9a-f]{64}", record["source_sha256"])
     assert all(r["output"] and r["script_sha256"] for r in record["scripts"].values())
 
@@ -162,23 +185,40 @@ def test_source_hash(tmp_path: pathlib.Path) -> None:
 
 # ---- the Windows probe
 
+
 @pytest.fixture
 def nvcuda(tmp_path: pathlib.Path) -> tuple[list[str], dict[str, str]]:
     library = tmp_path / "nvcuda.so"
     flags = [*cbuild.WARN, "-fPIC", "-shared", "-fvisibility=hidden"]
-    subprocess.run([cbuild.CC, *flags, "-o", str(library), str(pathlib.Path(__file__).parent / "fake_nvcuda.c"), "-pthread"], check=True)
+    subprocess.run(
+        [cbuild.CC, *flags, "-o", str(library), str(pathlib.Path(__file__).parent / "fake_nvcuda.c"), "-pthread"], check=True
+    )
     return ["--driver", str(library)], {"FAKE_NVCUDA_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
 
 
-@pytest.mark.parametrize(("how", "code", "verdict", "outcomes"), [
-    ({}, 0, "rung pool", {"pool": "works", "events": "works", "counters": "works", "vmm": "works", "vmm read-only": "works"}),
-    ({"FAKE_NVCUDA_REFUSE": "cuMemPoolCreate"}, 0, "rung vmm", {"pool": "refused", "vmm": "works"}),
-    ({"FAKE_NVCUDA_REFUSE": "cuMemPoolImportPointer,cuMemHostRegister_v2"}, 0, "ordered by events", {"counters": "refused"}),
-    ({"FAKE_NVCUDA_REFUSE": "cuMemPoolCreate,cuMemExportToShareableHandle"}, 0, "rung host", {"vmm": "refused"}),
-    ({"FAKE_NVCUDA_CRASH": "cuMemPoolImportPointer"}, 1, "BROKEN: pool", {"pool": "crashed", "vmm": "works"}),
-    ({"FAKE_NVCUDA_LIE": "1"}, 1, "rung host", {"pool": "broken", "vmm": "broken"}),
-    ({"FAKE_NVCUDA_REFUSE": "cuInit"}, 2, "no usable GPU", {}),
-], ids=["all", "no-pool", "no-counters", "nothing", "crash", "lie", "no-gpu"])
+@pytest.mark.parametrize(
+    ("how", "code", "verdict", "outcomes"),
+    [
+        (
+            {},
+            0,
+            "rung pool",
+            {"pool": "works", "events": "works", "counters": "works", "vmm": "works", "vmm read-only": "works"},
+        ),
+        ({"FAKE_NVCUDA_REFUSE": "cuMemPoolCreate"}, 0, "rung vmm", {"pool": "refused", "vmm": "works"}),
+        (
+            {"FAKE_NVCUDA_REFUSE": "cuMemPoolImportPointer,cuMemHostRegister_v2"},
+            0,
+            "ordered by events",
+            {"counters": "refused"},
+        ),
+        ({"FAKE_NVCUDA_REFUSE": "cuMemPoolCreate,cuMemExportToShareableHandle"}, 0, "rung host", {"vmm": "refused"}),
+        ({"FAKE_NVCUDA_CRASH": "cuMemPoolImportPointer"}, 1, "BROKEN: pool", {"pool": "crashed", "vmm": "works"}),
+        ({"FAKE_NVCUDA_LIE": "1"}, 1, "rung host", {"pool": "broken", "vmm": "broken"}),
+        ({"FAKE_NVCUDA_REFUSE": "cuInit"}, 2, "no usable GPU", {}),
+    ],
+    ids=["all", "no-pool", "no-counters", "nothing", "crash", "lie", "no-gpu"],
+)
 def test_wddm_probe(nvcuda: tuple, how: dict[str, str], code: int, verdict: str, outcomes: dict[str, str]) -> None:
     arguments, env = nvcuda
     done = run("wddm_pool_probe.py", "--json", *arguments, env=dict(env, **how))
@@ -193,35 +233,65 @@ def test_wddm_probe(nvcuda: tuple, how: dict[str, str], code: int, verdict: str,
 def test_wddm_probe_fence(nvcuda: tuple, tmp_path: pathlib.Path) -> None:
     """The half of the fence step that is CUDA's: Direct3D's half is replaced by a number."""
     arguments, env = nvcuda
-    body = (f"import os, sys; sys.path.insert(0, {str(FOLDER)!r}); import wddm_pool_probe as w\n"
-            f"sys.argv[0] = w.__file__\nw.SYSTEM.fence = lambda luid: 77\ncode = w.main(['--json', *{arguments!r}])\n"
-            "sys.stdout.flush(); os._exit(code)")
-    done = subprocess.run([sys.executable, "-c", body], env=dict(os.environ, **env), capture_output=True, text=True, timeout=60)
+    body = (
+        f"import os, sys; sys.path.insert(0, {str(FOLDER)!r}); import wddm_pool_probe as w\n"
+        f"sys.argv[0] = w.__file__\nw.SYSTEM.fence = lambda luid: 77\ncode = w.main(['--json', *{arguments!r}])\n"
+        "sys.stdout.flush(); os._exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", body], env=dict(os.environ, **env), capture_output=True, text=True, timeout=60
+    )
     steps = {s["name"]: s["outcome"] for s in json.loads(done.stdout)["steps"]}
     assert steps["fence"] == "works", done.stdout + done.stderr
 
 
 def test_wddm_probe_elsewhere() -> None:
     done = run("wddm_pool_probe.py", env={})
-    assert done.returncode == 2 and done.stdout.splitlines()[-1].startswith("verdict: CANNOT RUN HERE: this script decides what Windows")
+    assert done.returncode == 2 and done.stdout.splitlines()[-1].startswith(
+        "verdict: CANNOT RUN HERE: this script decides what Windows"
+    )
 
 
-SIZES = {"PoolProps": 88, "AllocationProp": 32, "AccessDesc": 12, "PoolBlob": 64, "IpcEvent": 64, "SemaphoreDesc": 96,
-         "SignalParams": 144, "WaitParams": 144, "SecurityAttributes": 24, "ObjectAttributes": 48}
-IN_CUDA_H = {"PoolProps": "CUmemPoolProps", "AllocationProp": "CUmemAllocationProp", "AccessDesc": "CUmemAccessDesc",
-             "PoolBlob": "CUmemPoolPtrExportData", "IpcEvent": "CUipcEventHandle", "SemaphoreDesc": "CUDA_EXTERNAL_SEMAPHORE_HANDLE_DESC",
-             "SignalParams": "CUDA_EXTERNAL_SEMAPHORE_SIGNAL_PARAMS", "WaitParams": "CUDA_EXTERNAL_SEMAPHORE_WAIT_PARAMS"}
+SIZES = {
+    "PoolProps": 88,
+    "AllocationProp": 32,
+    "AccessDesc": 12,
+    "PoolBlob": 64,
+    "IpcEvent": 64,
+    "SemaphoreDesc": 96,
+    "SignalParams": 144,
+    "WaitParams": 144,
+    "SecurityAttributes": 24,
+    "ObjectAttributes": 48,
+}
+IN_CUDA_H = {
+    "PoolProps": "CUmemPoolProps",
+    "AllocationProp": "CUmemAllocationProp",
+    "AccessDesc": "CUmemAccessDesc",
+    "PoolBlob": "CUmemPoolPtrExportData",
+    "IpcEvent": "CUipcEventHandle",
+    "SemaphoreDesc": "CUDA_EXTERNAL_SEMAPHORE_HANDLE_DESC",
+    "SignalParams": "CUDA_EXTERNAL_SEMAPHORE_SIGNAL_PARAMS",
+    "WaitParams": "CUDA_EXTERNAL_SEMAPHORE_WAIT_PARAMS",
+}
 
 
 def test_wddm_probe_structures() -> None:
     module = load(FOLDER / "wddm_pool_probe.py")
     assert {name: ctypes.sizeof(getattr(module, name)) for name in SIZES} == SIZES
     library = load(FOLDER / "cudalib.py")
-    assert (ctypes.sizeof(library.PoolProps), ctypes.sizeof(library.AllocationProp), ctypes.sizeof(library.AccessDesc)) == (88, 32, 12)
+    assert (ctypes.sizeof(library.PoolProps), ctypes.sizeof(library.AllocationProp), ctypes.sizeof(library.AccessDesc)) == (
+        88,
+        32,
+        12,
+    )
 
 
 def test_wddm_probe_structures_against_cuda_h(tmp_path: pathlib.Path) -> None:
-    header = next((p for p in (pathlib.Path("/usr/local/cuda/include/cuda.h"), pathlib.Path("/usr/include/cuda.h")) if p.exists()), None)
+    header = next(
+        (p for p in (pathlib.Path("/usr/local/cuda/include/cuda.h"), pathlib.Path("/usr/include/cuda.h")) if p.exists()),
+        None,
+    )
     if not header:
         pytest.skip("no cuda.h here")
     asserts = "\n".join(f'_Static_assert(sizeof({real}) == {SIZES[ours]}, "{real}");' for ours, real in IN_CUDA_H.items())
@@ -231,32 +301,47 @@ _Static_assert(__builtin_offsetof(CUDA_EXTERNAL_SEMAPHORE_HANDLE_DESC, flags) ==
 _Static_assert(__builtin_offsetof(CUDA_EXTERNAL_SEMAPHORE_WAIT_PARAMS, flags) == 72, "wait");
 _Static_assert(__builtin_offsetof(CUDA_EXTERNAL_SEMAPHORE_SIGNAL_PARAMS, flags) == 72, "signal");
 _Static_assert(CU_MEM_HANDLE_TYPE_WIN32 == 2 && CU_EXTERNAL_SEMAPHORE_HANDLE_TYPE_D3D12_FENCE == 4, "values");
-_Static_assert(CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES == 119 && CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_WIN32_HANDLE_SUPPORTED == 104
+_Static_assert(CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES == 119
+               && CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_WIN32_HANDLE_SUPPORTED == 104
                && CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED == 125 && CU_DEVICE_ATTRIBUTE_TCC_DRIVER == 35, "attributes");"""
     source = tmp_path / "sizes.c"
     source.write_text(f'#include "{header}"\n{asserts}\nint main(void) {{ return 0; }}\n')
     subprocess.run([cbuild.CC, "-std=c11", "-fsyntax-only", str(source)], check=True)
     module = load(FOLDER / "wddm_pool_probe.py")
-    assert (module.SemaphoreDesc.win32.offset, module.SemaphoreDesc.flags.offset, module.WaitParams.flags.offset,
-            module.SignalParams.flags.offset) == (8, 24, 72, 72)
+    assert (
+        module.SemaphoreDesc.win32.offset,
+        module.SemaphoreDesc.flags.offset,
+        module.WaitParams.flags.offset,
+        module.SignalParams.flags.offset,
+    ) == (8, 24, 72, 72)
 
 
 # ---- upstream
+
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the patches' headers are C++")
 def test_torch_patches_logic(sim: dict[str, str]) -> None:
     """The headers that the patches add, as they stand in the patches, over the simulated driver."""
     script = UPSTREAM / "torch" / "harness" / "harness.py"
-    done = subprocess.run([sys.executable, str(script)], env=dict(os.environ, **sim, SIMCUDA_DEVICES="2"), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=dict(os.environ, **sim, SIMCUDA_DEVICES="2"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split("\n")[:2] == ["ok pools", "ok ipc"]
 
 
 def test_comfyui_patch_logic(sim: dict[str, str], tmp_path: pathlib.Path) -> None:
-    """The module that the patch adds makes what cudaMallocAsync allocates exportable, on two devices; without a driver it says so."""
+    """The module that the patch adds makes what cudaMallocAsync allocates exportable; where pools have no handles it says so."""
     module = load(UPSTREAM / "torch" / "harness" / "harness.py")
-    [(name, text)] = [(n, t) for n, t in module.new_files((UPSTREAM / "comfyui" / "0001-shareable-pool.patch").read_text()).items()
-                      if not n.startswith("tests-unit/")]
+    [(name, text)] = [
+        (n, t)
+        for n, t in module.new_files((UPSTREAM / "comfyui" / "0001-shareable-pool.patch").read_text()).items()
+        if not n.startswith("tests-unit/")
+    ]
     (tmp_path / name).write_text(text)
     body = f"""
 import ctypes, os, sys
@@ -273,10 +358,14 @@ for ordinal, (pool, fd) in shareable_pool.pools.items():
 """
     library = pathlib.Path(sim["ZCX_LIBCUDA"]).parent
     env = dict(os.environ, **sim, SIMCUDA_DEVICES="2")
-    done = subprocess.run([sys.executable, "-c", body], env=dict(env, LD_LIBRARY_PATH=str(library)), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", body], env=dict(env, LD_LIBRARY_PATH=str(library)), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "2 device(s)" in done.stdout, done.stdout + done.stderr
     env["SIMCUDA_ATTRIBUTES"] = "119=0"
-    done = subprocess.run([sys.executable, "-c", body], env=dict(env, LD_LIBRARY_PATH=str(library)), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", body], env=dict(env, LD_LIBRARY_PATH=str(library)), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "default pool stays" in done.stdout, done.stdout + done.stderr
 
 

@@ -1,8 +1,8 @@
-// The logic that the two patches add, run without torch: the headers are taken out of the patches as they stand, torch's checks
+// The logic that the two patches add, run without torch: the headers come out of the patches as they stand, torch's checks
 // and the CUDA runtime are stubs, the driver is the library that $ZCX_LIBCUDA names (the simulated one in CI).
 //
 // harness pools: the current pool is configured, counted, trimmed, its peaks reset; peers are remembered for pools to come.
-// harness ipc: a second process (this program, re-executed) opens handles, twice each, drops them, and is refused what is too large.
+// harness ipc: a second process (this program, re-executed) opens handles, twice each, and drops them; too large is refused.
 // Does not: compile CUDAMallocAsyncAllocator.cpp itself, whose few changed lines only call into these headers.
 #include <c10/cuda/CUDAMallocAsyncIpc.h>
 #include <c10/cuda/CUDAMallocAsyncPools.h>
@@ -41,7 +41,8 @@ static void open_driver() {
 
 static unsigned char byte_at(void *p) {
     unsigned char out = 0;
-    MUST(driver("cuMemcpyDtoHAsync_v2", static_cast<void *>(&out), reinterpret_cast<unsigned long long>(p), size_t{1}, static_cast<void *>(nullptr)));
+    MUST(driver("cuMemcpyDtoHAsync_v2", static_cast<void *>(&out), reinterpret_cast<unsigned long long>(p), size_t{1},
+                static_cast<void *>(nullptr)));
     MUST(cudaDeviceSynchronize());
     return out;
 }

@@ -2,6 +2,7 @@
 """Take the new headers out of the two patches, compile harness.cpp with them, and run it on the driver that $ZCX_LIBCUDA names.
 
 Needs g++ (C++17) and Linux. Exit status 0: both parts passed. Used by tests/py/test_research.py with the simulated driver."""
+
 from __future__ import annotations
 
 import pathlib
@@ -19,7 +20,9 @@ def new_files(patch: str) -> dict[str, str]:
     for part in re.split(r"^diff --git ", patch, flags=re.M)[1:]:
         if "\nnew file mode" in part:
             path = re.search(r"^\+\+\+ b/(.*)$", part, re.M).group(1)
-            out[path] = "".join(line[1:] + "\n" for line in part.splitlines() if line.startswith("+") and not line.startswith("+++ "))
+            out[path] = "".join(
+                line[1:] + "\n" for line in part.splitlines() if line.startswith("+") and not line.startswith("+++ ")
+            )
     return out
 
 
@@ -30,8 +33,26 @@ def build(folder: pathlib.Path) -> pathlib.Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
     program = folder / "harness"
-    subprocess.run(["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-g", "-fsanitize=address,undefined", "-I", str(HERE / "stubs"),
-                    "-I", str(folder), "-o", str(program), str(HERE / "harness.cpp"), "-ldl"], check=True)
+    subprocess.run(
+        [
+            "g++",
+            "-std=c++17",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-g",
+            "-fsanitize=address,undefined",
+            "-I",
+            str(HERE / "stubs"),
+            "-I",
+            str(folder),
+            "-o",
+            str(program),
+            str(HERE / "harness.cpp"),
+            "-ldl",
+        ],
+        check=True,
+    )
     return program
 
 

@@ -1,4 +1,4 @@
-// Stands in for the CUDA runtime: the few calls that the patched logic makes, passed on to the driver library that $ZCX_LIBCUDA
+// Stands in for the CUDA runtime: the few calls that the patched logic makes, passed on to the driver that $ZCX_LIBCUDA
 // names. Types and values are those of CUDA 11.2 and later.
 #pragma once
 #include <cstdint>
@@ -49,9 +49,15 @@ inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *p, int d) { return
 inline cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *p, int d) { return driver("cuDeviceGetMemPool", p, d); }
 inline cudaError_t cudaDeviceSetMemPool(int d, cudaMemPool_t p) { return driver("cuDeviceSetMemPool", d, p); }
 inline cudaError_t cudaMemPoolCreate(cudaMemPool_t *p, const cudaMemPoolProps *q) { return driver("cuMemPoolCreate", p, q); }
-inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t p, cudaMemPoolAttr a, void *v) { return driver("cuMemPoolSetAttribute", p, int(a), v); }
-inline cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t p, cudaMemPoolAttr a, void *v) { return driver("cuMemPoolGetAttribute", p, int(a), v); }
-inline cudaError_t cudaMemPoolSetAccess(cudaMemPool_t p, const cudaMemAccessDesc *d, size_t n) { return driver("cuMemPoolSetAccess", p, d, n); }
+inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t p, cudaMemPoolAttr a, void *v) {
+    return driver("cuMemPoolSetAttribute", p, int(a), v);
+}
+inline cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t p, cudaMemPoolAttr a, void *v) {
+    return driver("cuMemPoolGetAttribute", p, int(a), v);
+}
+inline cudaError_t cudaMemPoolSetAccess(cudaMemPool_t p, const cudaMemAccessDesc *d, size_t n) {
+    return driver("cuMemPoolSetAccess", p, d, n);
+}
 inline cudaError_t cudaMemPoolTrimTo(cudaMemPool_t p, size_t n) { return driver("cuMemPoolTrimTo", p, n); }
 inline cudaError_t cudaMemPoolExportToShareableHandle(void *out, cudaMemPool_t p, cudaMemAllocationHandleType t, unsigned f) {
     return driver("cuMemPoolExportToShareableHandle", out, p, int(t), static_cast<unsigned long long>(f));
@@ -68,4 +74,6 @@ inline cudaError_t cudaMemPoolImportPointer(void **out, cudaMemPool_t p, cudaMem
 inline cudaError_t cudaMallocAsync(void **out, size_t n, cudaStream_t s) {
     return driver("cuMemAllocAsync", reinterpret_cast<unsigned long long *>(out), n, s);
 }
-inline cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return driver("cuMemFreeAsync", reinterpret_cast<unsigned long long>(p), s); }
+inline cudaError_t cudaFreeAsync(void *p, cudaStream_t s) {
+    return driver("cuMemFreeAsync", reinterpret_cast<unsigned long long>(p), s);
+}
