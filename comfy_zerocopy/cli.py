@@ -1,7 +1,7 @@
-"""The command line: `python -m comfy_zerocopy demo|doctor [--json]`.
+"""The command line: `python -m comfy_zerocopy demo|doctor|bench [--json]`.
 
 With --json, standard output carries one JSON object and nothing else. Exit status: 0 fine, 1 not, 2 wrong usage.
-Does not: hold any of the commands; each is a module with `main(json_output) -> int`, imported when it is asked for.
+Does not: hold any of the commands; each is a module with `main(json_output, …) -> int`, imported when it is asked for.
 """
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 _COMMANDS = {
     "demo": "send an image to a worker and back, and show how it went",
     "doctor": "say what this machine can do, why not more, and what to change",
+    "bench": "measure warm calls, and compare them with what the machine allows",
 }
 
 
@@ -24,13 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, what in _COMMANDS.items():
         command = commands.add_parser(name, help=what, description=what)
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    chosen = parser.parse_args(arguments)
+    commands.choices["bench"].add_argument("--floor", metavar="PROGRAM", help="a program that prints what the machine allows, a JSON "
+                                           "object a line: {row, bytes, p50_us}; ratios to its rows are given")
+    options = vars(parser.parse_args(arguments))
+    command, json_output = options.pop("command"), options.pop("json")
     try:
-        return importlib.import_module(f"{__package__}.{chosen.command}").main(chosen.json)
+        return importlib.import_module(f"{__package__}.{command}").main(json_output, **options)
     except Exception as error:
         from .errors import Error
 
-        if chosen.json:
+        if json_output:
             print(json.dumps({"ok": False, "error": f"{type(error).__name__}: {error}"}))
         if isinstance(error, Error):
             print(f"{type(error).__name__}: {error}", file=sys.stderr)

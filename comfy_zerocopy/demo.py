@@ -42,14 +42,14 @@ class Here(NamedTuple):
     note: str  # why no GPU is shown; empty when one is, or when there is none
 
 
-def look(gpu: bool = True) -> Here:
+def look() -> Here:
     """Finds the libraries and the card. As in ComfyUI, torch's allocator and the mode are chosen before torch is imported."""
     devices, note = [], ""
-    if gpu:
-        try:
-            devices = _native.zcx().driver()["devices"]
-        except _native.zcx().Failure:
-            pass  # no GPU: the CPU is what most of ComfyUI's tensors are on anyway
+    z = _native.zcx()
+    try:
+        devices = z.driver()["devices"]
+    except z.Failure:
+        pass  # no GPU: the CPU is what most of ComfyUI's tensors are on anyway
     if devices:
         settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         if "backend:" not in settings:
@@ -258,18 +258,18 @@ def text(here: Here, image: Any, what: str, rows: list[Row], started: float) -> 
         f"tensors  {library}, Python {platform.python_version()}, {here.device}",
         f"worker   a process of its own, ready after {started:.1f} s",
         "",
-        f"{'way':6}  {'what':24}  {'bytes':>10}  {'crosses':16}  {'cold':>8}  {'warm':>8}  verified",
+        f"{'direction':9}  {'what':24}  {'bytes':>10}  {'crosses':16}  {'cold':>8}  {'warm':>8}  verified",
     ]
     for r in rows:
         t = r.transfer
         how = f"{t.rung}: copied ({reasons.index(t.reason) + 1})" if t.copied else f"{t.rung}: shared"
-        lines.append(f"{r.direction:6}  {r.what:24}  {t.nbytes:>10,}  {how:16}  {_time(r.cold_us):>8}  {_time(r.warm_us):>8}  "
+        lines.append(f"{r.direction:9}  {r.what:24}  {t.nbytes:>10,}  {how:16}  {_time(r.cold_us):>8}  {_time(r.warm_us):>8}  "
                      f"{'yes' if r.verified else 'NO'}")
     lines.append("")
     notes = [f"({i + 1}) copied, because {why}" for i, why in enumerate(reasons)] + ([here.note] if here.note else [])
     for note in notes:
         lines += textwrap.wrap(note, 100)
-    lines.append("Times: one call that carries only this and computes nothing; cold: the first one, warm: the later ones.")
+    lines.append("Times: a call that carries only this and computes nothing; cold: the first, warm: later ones.")
     if all(r.verified for r in rows):
         lines.append("Verified: what the worker read, and what it returned, is bit for bit what this process has.")
     else:
@@ -277,11 +277,11 @@ def text(here: Here, image: Any, what: str, rows: list[Row], started: float) -> 
     return "\n".join(lines)
 
 
-def main(json_output: bool, gpu: bool = True) -> int:
+def main(json_output: bool) -> int:
     rows: list[Row] = []
     here, problem = None, ""
     try:
-        here = look(gpu)
+        here = look()
         image, what = photograph(here)
         rows, started = show(here, image)
     except Error as error:

@@ -953,4 +953,5 @@ def _forked() -> None:
     _all, _all_lock = set(), threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):  # not on Windows, where this file is imported to say that workers do not run
+    os.register_at_fork(after_in_child=_forked)

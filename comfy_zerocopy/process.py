@@ -105,7 +105,8 @@ def _forked() -> None:
     _keeper, _keeper_lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):  # not on Windows, where this file is imported to say that workers do not run
+    os.register_at_fork(after_in_child=_forked)
 
 
 def environment(changes: Mapping[str, str | None] | None, other_python: bool) -> dict[str, str]:
