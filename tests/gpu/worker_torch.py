@@ -109,3 +109,22 @@ def busy(x, cycles):
     """Queue long work on the input and say that it is done, while it is not."""
     torch.cuda._sleep(cycles)
     return None
+
+
+PART = 256 << 20
+
+
+@expose
+def part_sums(x):
+    """The sum of every 256 MiB: what was really read, and where."""
+    return [int(p.sum(dtype=torch.int64)) for p in x.split(PART)]
+
+
+@expose
+def filled_parts(nbytes, seed):
+    """A result of `nbytes`, every 256 MiB from a generator of its own, so that it can be checked part by part."""
+    out = empty((nbytes,), dtype=torch.uint8, device="cuda")
+    generator = torch.Generator("cuda")
+    for i, part in enumerate(out.split(PART)):
+        part.random_(0, 256, generator=generator.manual_seed(seed + i))
+    return out

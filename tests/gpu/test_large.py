@@ -1,0 +1,152 @@
+"""Allocations above the driver's limit of 128 chunks, in proved windows: on a card that plays one of 24 GiB, and on the whole."""
+import contextlib
+import ctypes
+import random
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+
+import comfy_zerocopy as zcx
+
+MIB, GIB = 1 << 20, 1 << 30
+PART = 256 * MIB
+CHUNK = 32 * MIB
+
+
+def fill(x, seed):
+    generator = torch.Generator("cuda")
+    for i, part in enumerate(x.split(PART)):
+        part.random_(0, 256, generator=generator.manual_seed(seed + i))
+
+
+def sums(x):
+    return [int(p.sum(dtype=torch.int64)) for p in x.split(PART)]
+
+
+def holds(x, seed):
+    """Is every byte what fill() writes?"""
+    generator, buffer = torch.Generator("cuda"), torch.empty(PART, dtype=torch.uint8, device="cuda")
+    for i, part in enumerate(x.split(PART)):
+        expected = buffer[:part.numel()].random_(0, 256, generator=generator.manual_seed(seed + i))
+        if not torch.equal(part, expected):
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def only(nbytes):
+    """Leave so much of the card's memory: the rest is held by a plain allocation."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    if free < nbytes + GIB:
+        pytest.skip(f"only {free >> 30} GiB are free")
+    held = ctypes.c_uint64()
+    assert cuda.cuMemAlloc_v2(ctypes.byref(held), ctypes.c_size_t(free - nbytes)) == 0
+    try:
+        yield
+    finally:
+        assert cuda.cuMemFree_v2(held) == 0
+
+
+class Outside:
+    """The card's memory in use, as another program sees it, at its highest; MiB."""
+
+    def __enter__(self):
+        self.highest, self.first = 0, None
+        self._process = subprocess.Popen(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "20"],
+                                         stdout=subprocess.PIPE, text=True)
+        self._seen = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self._seen.wait(20)
+        return self
+
+    def _read(self):
+        for line in self._process.stdout:
+            used = int(line.split("\n")[0])
+            self.first = used if self.first is None else self.first
+            self.highest = max(self.highest, used)
+            self._seen.set()
+
+    def __exit__(self, *_):
+        self._process.terminate()
+        self._process.wait()
+
+
+def shared(w, direction):
+    (t,) = [t for t in w.last_report.transfers if t.direction == direction]
+    assert (t.rung, t.copied) == ("pool", False), t
+    return t
+
+
+def test_16_gib_on_a_card_of_24(record_property):
+    """Both ways, with fresh random data; beyond the tensor and the contexts at most 64 MiB."""
+    seed = random.getrandbits(40)
+    with zcx.Worker(__file__.replace("test_large.py", "worker_torch.py"), name="large") as w:
+        warm = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
+        w.call("part_sums", warm)  # contexts, kernels and the check of windows
+        big = torch.empty(CHUNK * 130, dtype=torch.uint8, device="cuda")
+        w.call("part_sums", big)
+        shared(w, "input")
+        del big
+        w.call("filled_parts", 4096, 1)
+        torch.cuda.synchronize()
+        with only(24 * GIB):
+            with Outside() as outside:
+                x = torch.empty(16 * GIB, dtype=torch.uint8, device="cuda")
+                fill(x, seed)
+                expected = sums(x)
+                torch.cuda.synchronize()
+                with_tensor = outside.highest
+                started = time.perf_counter()
+                assert w.call("part_sums", x) == expected
+                record_property("input_16gib_ms", round((time.perf_counter() - started) * 1e3, 1))
+                shared(w, "input")
+                with pytest.raises(torch.cuda.OutOfMemoryError):
+                    torch.empty(16 * GIB, dtype=torch.uint8, device="cuda")
+                del x
+                started = time.perf_counter()
+                got = w.call("filled_parts", 16 * GIB, seed)
+                record_property("result_16gib_ms", round((time.perf_counter() - started) * 1e3, 1))
+                shared(w, "result")
+                record_property("peak_beyond_mib", outside.highest - with_tensor)
+            assert holds(got, seed)
+            del got
+            torch.empty(16 * GIB, dtype=torch.uint8, device="cuda").fill_(1)
+            torch.cuda.synchronize()
+        assert outside.highest - with_tensor <= 64
+
+
+@pytest.mark.parametrize("gib", [64, 100])
+def test_on_the_whole_card(worker, gib):
+    free, _ = torch.cuda.mem_get_info()
+    if free < (gib + 2) * GIB:
+        pytest.skip(f"only {free >> 30} GiB are free")
+    seed = random.getrandbits(40)
+    x = torch.empty(gib * GIB, dtype=torch.uint8, device="cuda")
+    fill(x, seed)
+    assert worker.call("part_sums", x) == sums(x)
+    shared(worker, "input")
+    del x
+    got = worker.call("filled_parts", gib * GIB, seed)
+    shared(worker, "result")
+    assert holds(got, seed)
+
+
+def test_every_size_around_the_limit(worker):
+    """4 GiB - 64 MiB to 4 GiB + 96 MiB in steps of 16 MiB, at offsets that straddle chunks and that do not."""
+    holes = []
+    for offset in (0, 2 * MIB, 30 * MIB):
+        if offset:
+            holes.append(torch.empty(offset, dtype=torch.uint8, device="cuda"))
+        for nbytes in range(4 * GIB - 64 * MIB, 4 * GIB + 96 * MIB + 1, 16 * MIB):
+            x = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+            x[:CHUNK].random_(0, 256)
+            x[CHUNK:-CHUNK].fill_(nbytes // MIB % 251)
+            x[-CHUNK:].random_(0, 256)
+            assert worker.call("part_sums", x) == sums(x), (offset, nbytes)
+            shared(worker, "input")
+            del x
