@@ -441,6 +441,7 @@ int zcx_proved_decode(const unsigned char *body, size_t n, struct zcx_proved *ou
     m.failed = get16(&r);
     m.step = get32(&r);
     m.reason = get_text(&r);
+    require(&r, m.failed <= 1, "is neither yes nor no");
     if ((rc = ended(&r, err))) return rc;
     *out = m;
     return 0;

@@ -87,7 +87,7 @@ static const unsigned char uuid[16] = {0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66,
 static const struct zcx_gate_ref gate = {.pool = 2, .ready_slot = 3, .done_slot = 4, .ready = 5, .done = 0x8000000000000006};
 
 #define BUFFER_HEX                                                        \
-    "08 07 06 05 04 03 02 01 01 01 03 00 00 00 00 00"                     \
+    "08 07 06 05 04 03 02 01 01 01 03 00 0d 0c 0b 0a"                     \
     "00 10 00 00 00 00 00 00 00 02 00 00 00 00 00 00"                     \
     "00 00 00 00 01 00 00 00 0a 00 00 00 00 00 00 00"                     \
     "40 41 42 43 44 45 46 47 48 49 4a 4b 4c 4d 4e 4f"                     \
@@ -97,7 +97,7 @@ static const struct zcx_gate_ref gate = {.pool = 2, .ready_slot = 3, .done_slot 
     "00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00"
 static struct zcx_buffer buffer(void) {
     struct zcx_buffer b = {.id = 0x0102030405060708, .rung = ZCX_RUNG_POOL, .flags = ZCX_BUFFER_RESULT, .pool = 3, .nbytes = 4096,
-                           .offset = 512, .alloc_bytes = 1ull << 32, .key = 10};
+                           .offset = 512, .window = 0x0a0b0c0d, .alloc_bytes = 1ull << 32, .key = 10};
     for (int i = 0; i < 64; i++) b.blob[i] = (unsigned char)(0x40 + i);
     return b;
 }
@@ -134,6 +134,8 @@ static void header(void) {
         {{ZCX_HANDLE_DROP, 0, 0, 0, 0, 0xffffffffffffffff},
          "5a 43 58 31 15 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 ff ff ff ff ff ff ff ff", 0},
         {{ZCX_GATE_EVENT, 0, 0, 70, 0, 0}, "5a 43 58 31 16 00 00 00 00 00 00 00 46 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00", 70},
+        {{ZCX_PROVE, 0, 0, 172, 0, 0}, "5a 43 58 31 17 00 00 00 00 00 00 00 ac 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00", 172},
+        {{ZCX_PROVED, 0, 0, 10, 0, 0}, "5a 43 58 31 18 00 00 00 00 00 00 00 0a 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00", 10},
     };
     struct zcx_err err;
     CHECK(sizeof rows / sizeof *rows == ZCX_TYPE_END - 1, "a row for each type");
@@ -243,6 +245,35 @@ static void gate_event(void) {
            "e0 e1 e2 e3 e4 e5 e6 e7 e8 e9 ea eb ec ed ee ef f0 f1 f2 f3 f4 f5 f6 f7 f8 f9 fa fb fc fd fe ff", 0, 0);
     CHECK(back.pool == 1 && back.slot == 0x3f && !memcmp(back.handle, m.handle, 64), "fields");
     free(exact);
+}
+
+static void prove(void) {
+    struct zcx_prove m = {.step = 2, .seed = 0x1122334455667788, .gate = gate, .buffer = buffer()};
+    GOLDEN(prove, struct zcx_prove, m, "02 00 00 00 88 77 66 55 44 33 22 11" GATE_HEX BUFFER_HEX, 0, 0);
+    CHECK(back.step == 2 && back.seed == 0x1122334455667788 && back.gate.ready == 5 && back.gate.done == gate.done, "step, seed, gate");
+    CHECK(back.buffer.id == m.buffer.id && back.buffer.window == 0x0a0b0c0d && !memcmp(back.buffer.blob, m.buffer.blob, 64), "buffer");
+    free(exact);
+#define HEAD "02 00 00 00 88 77 66 55 44 33 22 11 "
+    unsigned char forged[256];
+    size_t n = hex(HEAD GATE_HEX BUFFER_HEX, forged, sizeof forged);
+    forged[12 + 2] = 1; /* a byte of the gate that must be zero */
+    CHECK(zcx_prove_decode(forged, n, &back, &err) == -ZCX_E_PROTOCOL, "gate");
+    forged[12 + 2] = 0;
+    forged[12 + ZCX_GATE_REF_BYTES + 8] = ZCX_RUNG_HOST; /* which has no windows */
+    CHECK(zcx_prove_decode(forged, n, &back, &err) == -ZCX_E_PROTOCOL, "rung");
+    forged[12 + ZCX_GATE_REF_BYTES + 8] = ZCX_RUNG_POOL;
+    memset(forged + 12 + ZCX_GATE_REF_BYTES + 16, 0xff, 8); /* nbytes: beyond the allocation, and beyond any address */
+    CHECK(zcx_prove_decode(forged, n, &back, &err) == -ZCX_E_PROTOCOL, "bytes");
+#undef HEAD
+}
+
+static void proved(void) {
+    struct zcx_proved m = {.pool = 0x0102, .failed = 1, .step = 0x0a0b0c0d, .reason = zcx_text_of("no")};
+    GOLDEN(proved, struct zcx_proved, m, "02 01 01 00 0d 0c 0b 0a 02 00 6e 6f", 0, 0);
+    CHECK(back.pool == 0x0102 && back.failed == 1 && back.step == 0x0a0b0c0d && text_is(back.reason, "no"), "fields");
+    free(exact);
+    REFUSED(proved, struct zcx_proved, "02 01 02 00 01 00 00 00 00 00"); /* neither yes nor no */
+    REFUSED(proved, struct zcx_proved, "02 01 01 00 01 00 00 00 03 00 6e 6f"); /* string past the end */
 }
 
 static void segment(void) {
@@ -422,11 +453,9 @@ static void fixed_parts(void) {
     same("buffer", out, ZCX_BUFFER_BYTES, golden, ZCX_BUFFER_BYTES);
     CHECK(zcx_buffer_decode(golden, &back, &err) == 0, "%s", err.text);
     CHECK(back.id == b.id && back.rung == b.rung && back.flags == b.flags && back.pool == b.pool && back.nbytes == b.nbytes &&
-          back.offset == b.offset && back.alloc_bytes == b.alloc_bytes && back.key == b.key && !memcmp(back.blob, b.blob, 64),
+          back.offset == b.offset && back.window == b.window && back.alloc_bytes == b.alloc_bytes && back.key == b.key && !memcmp(back.blob, b.blob, 64),
           "fields");
-    for (size_t i = 0; i < ZCX_BUFFER_BYTES; i++) {
-        int reserved = (i >= 12 && i < 16) || i >= 112;
-        if (!reserved) continue;
+    for (size_t i = 112; i < ZCX_BUFFER_BYTES; i++) {
         golden[i] = 1;
         CHECK(zcx_buffer_decode(golden, &back, &err) == -ZCX_E_PROTOCOL, "buffer, byte %zu", i);
         golden[i] = 0;
@@ -446,8 +475,12 @@ static void fixed_parts(void) {
     FORGED(nbytes, UINT64_MAX, -ZCX_E_PROTOCOL);
     FORGED(alloc_bytes, 4096 + 511, -ZCX_E_PROTOCOL); /* one byte beyond it */
     FORGED(alloc_bytes, 4096 + 512, 0);
+    FORGED(window, 0, 0);
+    FORGED(window, UINT32_MAX, 0); /* what the importer can bear is the importer's to say */
+    for (uint8_t rung = ZCX_RUNG_POOL + 1; rung <= ZCX_RUNG_HOST; rung++) FORGED(rung, rung, -ZCX_E_PROTOCOL); /* with a window */
 #undef FORGED
     b.rung = ZCX_RUNG_HOST; /* whose allocation is the segment: its size is known to the user alone */
+    b.window = 0;
     b.alloc_bytes = 0;
     zcx_buffer_encode(&b, out);
     CHECK(zcx_buffer_decode(out, &back, &err) == 0, "host: %s", err.text);
@@ -485,6 +518,8 @@ int main(void) {
     RUN(pool_msg);
     RUN(pool_reply);
     RUN(gate_event);
+    RUN(prove);
+    RUN(proved);
     RUN(segment);
     RUN(call_msg);
     RUN(alloc);

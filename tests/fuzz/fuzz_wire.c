@@ -29,7 +29,13 @@ static void pool_msg(const struct zcx_pool_msg *m, const uint8_t *body, size_t s
 static void gate_event(const struct zcx_gate_event *m, const uint8_t *body, size_t size) { (void)m, (void)body, (void)size; }
 static void segment(const struct zcx_segment *m, const uint8_t *body, size_t size) { (void)m, (void)body, (void)size; }
 
+static void prove(const struct zcx_prove *m, const uint8_t *body, size_t size) {
+    (void)body, (void)size;
+    HOLDS(m->buffer.offset + m->buffer.nbytes >= m->buffer.offset && (!m->buffer.window || m->buffer.rung == ZCX_RUNG_POOL));
+}
+
 static void pool_reply(const struct zcx_pool_reply *m, const uint8_t *body, size_t size) { text_inside(m->reason, body, size); }
+static void proved(const struct zcx_proved *m, const uint8_t *body, size_t size) { text_inside(m->reason, body, size); }
 static void refused(const struct zcx_refused *m, const uint8_t *body, size_t size) { text_inside(m->reason, body, size); }
 static void progress(const struct zcx_progress *m, const uint8_t *body, size_t size) { text_inside(m->message, body, size); }
 
@@ -121,6 +127,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     case ZCX_POOL: try_pool_msg(body, n, 0); break;
     case ZCX_POOL_REPLY: try_pool_reply(body, n, 0); break;
     case ZCX_GATE_EVENT: try_gate_event(body, n, 0); break;
+    case ZCX_PROVE: try_prove(body, n, 0); break;
+    case ZCX_PROVED: try_proved(body, n, 0); break;
     case ZCX_SEGMENT: try_segment(body, n, 0); break;
     case ZCX_CALL: try_call_msg(body, n, 1); break;
     case ZCX_ALLOC: try_alloc(body, n, 0); break;

@@ -26,9 +26,10 @@ def gate(pool: int, ready_slot: int, done_slot: int, ready: int, done: int) -> b
     return struct.pack("<HHIIIQQ", pool, 0, ready_slot, done_slot, 0, ready, done)
 
 
-def buffer(ident: int, rung: int, nbytes: int, offset: int, alloc: int, key: int, flags: int = 0, pool: int = 0) -> bytes:
+def buffer(ident: int, rung: int, nbytes: int, offset: int, alloc: int, key: int, flags: int = 0, pool: int = 0,
+           window: int = 0) -> bytes:
     blob = bytes(range(64)) if rung == 1 else bytes(64)
-    return struct.pack("<QBBHIQQQQ64s16x", ident, rung, flags, pool, 0, nbytes, offset, alloc, key, blob)
+    return struct.pack("<QBBHIQQQQ64s16x", ident, rung, flags, pool, window, nbytes, offset, alloc, key, blob)
 
 
 def alloc(shape: tuple[int, ...], itemsize: int, dtype: str, place: int = 0, nbytes: int | None = None) -> bytes:
@@ -119,6 +120,14 @@ WIRE: dict[str, bytes] = {
     "ok-release": b"\x0f" + struct.pack("<IQQ", 2, 7, 8),
     "ok-progress": b"\x10" + struct.pack("<dd", 3.0, 20.0) + text("step 3"),
     "ok-gate-event": b"\x16" + struct.pack("<HI", 1, 5) + bytes(range(64)),
+    "ok-call-windows": b"\x08" + struct.pack("<II", 0, 1) + buffer(8, 1, 1 << 34, 0, 1 << 34, 99, pool=1, window=64) + node(("f", (), {})),
+    "ok-prove": b"\x17" + struct.pack("<IQ", 1, 99) + gate(0, 2, 3, 1 << 32, 1 << 32) + buffer(1, 1, 1 << 26, 0, 1 << 26, 7, flags=1),
+    "ok-prove-windows": b"\x17" + struct.pack("<IQ", 2, 99) + gate(0, 2, 3, 1 << 32, 1 << 32) + buffer(
+        2, 1, 1 << 26, 0, 1 << 26, 7, flags=1, window=1),
+    "bad-prove-window-on-host": b"\x17" + struct.pack("<IQ", 2, 99) + gate(0, 2, 3, 1, 1) + buffer(2, 6, 4096, 0, 0, 7, window=1),
+    "ok-proved": b"\x18" + struct.pack("<HHI", 0, 0, 2) + text(""),
+    "ok-proved-failed": b"\x18" + struct.pack("<HHI", 0, 1, 1) + text("byte 0 reads 255, not 7"),
+    "bad-proved-neither": b"\x18" + struct.pack("<HHI", 0, 2, 1) + text(""),
 }
 
 CODEC: dict[str, bytes] = {

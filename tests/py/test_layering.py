@@ -13,8 +13,9 @@ from conftest import ROOT, absent
 
 CSRC = ROOT / "csrc"
 # An object may include its own header and those of lower rank. xfer and module are several files of one rank each.
-RANK = {"err": 0, "cuda_abi": 0, "wire": 1, "shm": 1, "driver": 1, "codec": 2, "pool": 2, "gate": 2, "sock": 3, "xfer": 4, "module": 5}
-CUDA = {"cuda_abi", "driver", "pool", "gate"}
+RANK = {"err": 0, "cuda_abi": 0, "wire": 1, "shm": 1, "driver": 1, "window": 1, "codec": 2, "pool": 2, "gate": 2, "canary": 2, "sock": 3,
+        "xfer": 4, "module": 5}
+CUDA = {"cuda_abi", "driver", "pool", "gate", "canary"}
 TALK = {"wire", "codec", "sock"}
 
 
@@ -61,10 +62,12 @@ def broken_rules(folder: pathlib.Path) -> list[str]:
         for one in wants & set(graph):
             if thing(one) != own and RANK.get(thing(one), 99) >= RANK[own]:
                 found.append(f"{name} includes {one}, which is not below it")
-        if own in ("driver", "pool", "gate") and (bad := reach(name, graph) & TALK):
+        if own in CUDA | {"window"} and (bad := reach(name, graph) & TALK):
             found.append(f"{name} knows {sorted(bad)}: memory and order know no messages")
         if own in TALK | {"shm"} and (bad := reach(name, graph) & CUDA):
             found.append(f"{name} knows {sorted(bad)}: messages and host memory know no CUDA")
+        if own == "window" and (bad := reach(name, graph) & CUDA):
+            found.append(f"{name} knows {sorted(bad)}: the arithmetic of windows calls no driver")
         code = strip((folder / name).read_text())
         if name != "driver.c" and (call := re.search(r"\b(dlopen|dlmopen|dlsym|dlvsym)\s*\(", code)):
             found.append(f"{name} calls {call[1]}; only driver.c does")
@@ -87,6 +90,11 @@ def test_csrc_keeps_the_rules() -> None:
     ("xfer.h", '#include "module.h"', "xfer.h includes module.h"),
     ("wire.h", '#include "sock.h"', "wire.h includes sock.h, which is not below it"),
     ("pool.h", '#include "wire.h"', "pool.h knows ['wire']"),
+    ("canary.h", '#include "wire.h"', "canary.h knows ['wire']"),
+    ("canary.c", '#include "pool.h"', "canary.c includes pool.h, which is not below it"),
+    ("window.c", '#include "cuda_abi.h"', "window.c knows ['cuda_abi']: the arithmetic"),
+    ("window.h", '#include "driver.h"', "window.h includes driver.h, which is not below it"),
+    ("window.c", "int g(void) { return cuMemFree(0); }", "window.c calls cuMemFree("),
     ("shm.c", '#include "driver.h"', "shm.c knows ['cuda_abi', 'driver']"),
     ("err.h", '#include "wire.h"', "err.h includes wire.h, which is not below it"),
     ("gate.c", "void *f(void) { return dlsym(0, 0); }", "gate.c calls dlsym"),
