@@ -69,13 +69,13 @@ class _Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held = False
+        self.held = False
         self._queue: collections.deque[threading.Lock] = collections.deque()
 
     def take(self, deadline: float | None) -> bool:
         with self._lock:
-            if not self._held:
-                self._held = True
+            if not self.held:
+                self.held = True
                 return True
             mine = threading.Lock()
             mine.acquire()
@@ -101,7 +101,7 @@ class _Turn:
             if self._queue:
                 self._queue.popleft().release()
             else:
-                self._held = False
+                self.held = False
 
 
 class _Session:
@@ -192,10 +192,12 @@ class Worker:
         # A worker that is dropped without close() does not keep its process.
         weakref.finalize(self, _abandon, self._box).atexit = False
         self._closed = False
+        self._foreign = False  # a copy in a forked child: the process and its locks are the parent's
         self._queue: _Queue | None = None
         self._queue_lock = threading.Lock()
         self._demoted: dict[int, str] = {}
         self.last_report = Report(())
+        _workers.add(self)
 
     # ---- life ----
 
@@ -242,6 +244,8 @@ class Worker:
     def close(self) -> None:
         """Let the running call end, say goodbye, and end the process. Idempotent; a later call is an error."""
         self._closed = True
+        if self._foreign:
+            return
         if self._queue is not None:
             self._queue.close()
         self._turn.take(None)
@@ -271,6 +275,7 @@ class Worker:
     def submit(self, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> concurrent.futures.Future[Any]:
         """call() in the background. GPU inputs are read when the work that is queued *now* on this thread's current streams is
         done. cancel() reaches the worker while it runs. Futures of one worker run in the order of submission."""
+        self._require_own()
         with self._queue_lock:
             if self._queue is None:
                 self._queue = _Queue(self)
@@ -280,6 +285,7 @@ class Worker:
               running: _Running | None) -> Any:
         if not isinstance(function, str):
             raise TypeError(f"the function is named by a str, not by {type(function).__qualname__}")
+        self._require_own()
         timeout = self._timeout if timeout is None else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._turn.take(deadline):
@@ -313,6 +319,15 @@ class Worker:
                 return why or session.pools._check(session.parent, index, pool.ordinal, _native.zcx().PROVE_WINDOWS, "windows", call._until)
             except canary.Stuck as stuck:
                 return str(stuck)
+
+    def _require_own(self) -> None:
+        if self._foreign:
+            raise Error(f"worker {self.name} belongs to the process that started it, not to its fork: make another one here")
+
+    def _after_fork(self) -> None:
+        """In the child. One that was never used is as good as new; locks may have been held by threads that are not here."""
+        self._foreign = self._foreign or self._session is not None or self._turn.held
+        self._turn, self._queue_lock, self._queue = _Turn(), threading.Lock(), None
 
     def _started(self, deadline: float | None, timeout: float | None) -> _Session:
         """Holding the turn: the running session, or a new one."""
@@ -355,6 +370,7 @@ def _ns(deadline: float | None) -> int | None:
 
 _all: set[_Session] = set()
 _all_lock = threading.Lock()
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def _abandon(box: list[_Session | None]) -> None:
@@ -874,6 +890,7 @@ class _Queue:
         self._name = owner.name
         self._items: collections.deque[tuple[Any, ...] | None] = collections.deque()
         self._there = threading.Semaphore(0)
+        weakref.finalize(owner, self.close).atexit = False
         self._thread = threading.Thread(target=self._run, name=f"comfy_zerocopy {owner.name}", daemon=True)
         self._thread.start()
 
@@ -951,6 +968,8 @@ def _forked() -> None:
     # The workers are the parent's: its sockets and memory are left alone here.
     global _all, _all_lock
     _all, _all_lock = set(), threading.Lock()
+    for w in list(_workers):
+        w._after_fork()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where this file is imported to say that workers do not run

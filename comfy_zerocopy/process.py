@@ -135,6 +135,7 @@ class Process:
                  name: str, on_gone: Callable[[], None]) -> None:
         self.name = name
         self.returncode: int | None = None
+        self._creator = os.getpid()
         self.exited = threading.Event()
         self.gone = threading.Event()
         self._on_gone = on_gone
@@ -268,7 +269,9 @@ class Process:
         return list(self._tail)
 
     def kill(self) -> None:
-        """SIGKILL to the worker and its process group. Idempotent; the keeper notices the end."""
+        """SIGKILL to the worker and its process group. Idempotent; the keeper notices the end. In a forked child: nothing."""
+        if self._creator != os.getpid():
+            return
         with self._reap_lock:
             if not self.exited.is_set():
                 for kill in (os.kill, os.killpg):  # it leads a process group of its own

@@ -75,6 +75,10 @@ class RemoteHandle:
             table.drop(self._number)
 
 
+def _nobody(number: int) -> None:
+    """Tells of a dropped handle where nobody is left to be told."""
+
+
 class Handles:
     """One session's: the objects that stayed here, by number, and how the other side's are dropped."""
 
@@ -107,6 +111,7 @@ class Handles:
 
     def close(self) -> None:
         self.open = False
+        self._send = _nobody  # a session's descriptors must not wait for the garbage collector
         self._objects.clear()
 
     def __len__(self) -> int:

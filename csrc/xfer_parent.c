@@ -856,7 +856,7 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
         if (p->state != ZCX_HELLO_SENT) return out_of_turn(p, h, err);
         r = zcx_hello_decode(m->body, n, &ev->hello, err);
         if (!r) r = greet(p, &ev->hello, err);
-        if (r) return r;
+        if (r && r != -ZCX_E_DIED) return r; /* dead already: why its target could not be imported may still be in the queue */
         p->state = ZCX_STARTING;
         return 1;
     case ZCX_STARTED:

@@ -53,5 +53,12 @@ def simcuda(sanitize: str = "none") -> pathlib.Path:
     return _compile("libcuda.so.1", sorted(folder.glob("*.c")), flags, [*folder.glob("*.h"), *(ROOT / "csrc").glob("*.h")])
 
 
+def extension(include: str, suffix: str, version: str) -> pathlib.Path:
+    """Build the package's extension for another CPython than this one: its headers lie in `include`, `suffix` is its EXT_SUFFIX."""
+    folder = ROOT / "csrc"
+    flags = [*WARN, "-fPIC", "-shared", "-fvisibility=hidden", f"-I{include}", f'-DZCX_VERSION="{version}"']
+    return _compile(f"_zcx{suffix}", sorted(folder.glob("*.c")), flags, [*folder.glob("*.h")])
+
+
 if __name__ == "__main__":
     print(simcuda())

@@ -1,0 +1,4 @@
+"""Never gets through its import."""
+import time
+
+time.sleep(300)

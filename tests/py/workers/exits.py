@@ -1,0 +1,4 @@
+"""Leaves while it is imported, politely."""
+import sys
+
+sys.exit(3)

@@ -1,0 +1,2 @@
+"""Cannot be imported."""
+raise ValueError("broken at import")
