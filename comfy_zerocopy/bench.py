@@ -30,7 +30,7 @@ from .parent import Worker
 MIB = 1 << 20
 HOST_SIZES = (MIB, 64 * MIB)
 POOL_SIZES = (2 * MIB, 64 * MIB, 1024 * MIB)
-_FLOOR_SECONDS = 300
+_FLOOR_SECONDS = 120
 # Our row: the floor's rows that it is compared with, and whether there they have the same size.
 _AGAINST: dict[str, tuple[tuple[str, bool], ...]] = {
     "null": (("host_rtt", False),),

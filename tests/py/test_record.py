@@ -1,0 +1,77 @@
+"""tests/gpu/record.py: what it records is what happened, also when a step fails, hangs or shows nothing."""
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import pathlib
+import sys
+import time
+from types import ModuleType
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.fixture
+def record() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_record", ROOT / "tests" / "gpu" / "record.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_hash_is_of_the_sources_and_of_nothing_else(record: ModuleType, tmp_path: pathlib.Path) -> None:
+    held = {"setup.py": b"1", "pyproject.toml": b"2", "csrc/a.c": b"3", "csrc/a.h": b"", "comfy_zerocopy/x.py": b"4",
+            "comfy_zerocopy/sub/y.pyi": b"5", "tests/gpu/t.py": b"6", "__init__.py": b"7", "prestartup_script.py": b"8"}
+    other = {"README.md": b"9", "csrc/a.o": b"10", "comfy_zerocopy/_zcx.so": b"11", "tests/py/t.py": b"12"}
+    for name, data in {**held, **other}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    whole = b"".join(name.encode() + b"\0" + held[name] + b"\0" for name in sorted(held))
+    assert record.source_sha256(tmp_path) == hashlib.sha256(whole).hexdigest()
+    (tmp_path / "csrc" / "a.h").write_bytes(b"!")
+    assert record.source_sha256(tmp_path) != hashlib.sha256(whole).hexdigest()
+
+
+def test_a_step_that_hangs_ends_with_all_that_it_started(record: ModuleType) -> None:
+    started = time.monotonic()
+    found, said = record.step(["sh", "-c", "echo before; sleep 1000 & sleep 1000"], 0.5)
+    assert time.monotonic() - started < 60  # the one behind would keep the pipe open for a quarter of an hour
+    assert found["ok"] is False and "not done within" in found["problem"] and said == "before\n"
+
+
+def test_outcomes(record: ModuleType, tmp_path: pathlib.Path) -> None:
+    def ran(text: str) -> dict:
+        (tmp_path / "test_it.py").write_text("import pytest\n" + text)
+        return record.tests([str(tmp_path / "test_it.py"), "-p", "no:randomly"], 60)
+
+    found = ran("def test_a(): pass\ndef test_b(): assert 0, 'because'\ndef test_c(): pytest.skip('no card')\n")
+    assert found["ok"] is False and found["count"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert [(t["test"].split("::")[1], t["outcome"]) for t in found["tests"]] == [
+        ("test_a", "passed"), ("test_b", "failed"), ("test_c", "skipped")]
+    assert "because" in found["tests"][1]["why"] and "no card" in found["tests"][2]["why"]
+    found = ran("def test_c(): pytest.skip('no card')\n")
+    assert found["ok"] is False and found["problem"] == "no test ran"  # a skip is not a proof
+    assert ran("def test_a(): pass\n")["ok"] is True
+
+
+@pytest.mark.parametrize(("failing", "why"), [(None, None), ("demo", None), ("tests/gpu", None), (None, "no driver")])
+def test_the_record_is_whole_or_says_that_it_is_not(record: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path,
+                                                   capsys: pytest.CaptureFixture[str], failing: str | None, why: str | None) -> None:
+    facts = {"why": why} if why else {"card": "Some Card", "torch": "2.11", "cuda": "13.0"}
+    monkeypatch.setattr(record, "_FACTS", f"print({json.dumps(json.dumps(facts))})")
+    monkeypatch.setattr(record, "tests", lambda arguments, seconds: {"ok": arguments[0] != failing, "seconds": 1.0, "tests": [],
+                                                                     "count": {"passed": 3, "failed": 0, "skipped": 0}})
+    rows = [{"row": "null", "bytes": 0, "p50_us": 1.0}]
+    monkeypatch.setattr(record, "command", lambda name, arguments: {
+        "ok": name != failing, "seconds": 2.0, "output": {"rows": rows, "floor": [], "ratios": [1], "transfers": [2]}})
+    status = record.main([str(tmp_path / "out.json"), "--floor", "floor"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert status == (0 if found["ok"] else 1) and found["ok"] is (failing is None and why is None)
+    assert ("INCOMPLETE" in capsys.readouterr().out) is not found["ok"]
+    assert found["card"] == facts.get("card") and found["source_sha256"] == record.source_sha256(ROOT)
+    assert {"driver", "torch", "python", "date", "floor"} <= set(found) and found["python"] == sys.version.split()[0]
+    assert (found["rows"], found["ratios"], found["transfers"]) == (rows, [1], [2])
+    assert set(found["steps"]) == {"conformance", "gpu tests", "demo", "bench"}
