@@ -4,15 +4,16 @@
 #include <string.h>
 
 #define MARK 512u     /* bytes of one mark, all of one value */
-#define REPEATS 64    /* of overwriting 64 MiB: 1 to 5 ms, far longer than a message and an import take */
+#define REPEATS 16    /* of overwriting 64 MiB: a millisecond or more, far longer than a message and an import take */
+#define PIECE (2ull << 20) /* the granularity of large allocations: one operation of the driver's must not cross a window's end */
 
 /* Where the marks are: both ends, an interior place that no alignment favours, and both sides of wherever a chunk may end,
- * that is every 2 MiB (the granularity of allocations). */
-#define NMARKS (2 * (unsigned)(ZCX_CANARY_BYTES >> 21) + 1)
+ * that is every 2 MiB. */
+#define NMARKS (2 * (unsigned)(ZCX_CANARY_BYTES / PIECE) + 1)
 static uint64_t place(unsigned i) {
     if (i == NMARKS - 1) return (5ull << 20) + 4099;
-    uint64_t piece = (uint64_t)(i / 2) << 21;
-    return i % 2 ? piece + (2u << 20) - MARK : piece;
+    uint64_t start = i / 2 * PIECE;
+    return i % 2 ? start + PIECE - MARK : start;
 }
 
 /* Never the value that the overwriting leaves. */
@@ -23,10 +24,31 @@ static unsigned char value(uint64_t seed, unsigned i) {
     return (unsigned char)(1 + (x >> 32) % 250);
 }
 
+int zcx_canary_identity(const struct zcx_driver *d, zcu_pool pool, zcu_ptr memory, zcu_stream stream, struct zcx_err *err) {
+    struct zcx_ptr_info info;
+    uint64_t ids[3];
+    int r = zcx_driver_ptr_info(d, memory, &info, err);
+    ids[0] = info.buffer_id;
+    for (int i = 1; i < 3 && !r; i++) {
+        zcu_ptr small;
+        r = zcx_cu(err, "cuMemAllocFromPoolAsync", d->MemAllocFromPoolAsync(&small, MARK, pool, stream));
+        if (r) return r;
+        r = zcx_driver_ptr_info(d, small, &info, err);
+        ids[i] = info.buffer_id;
+        int undone = zcx_cu(r ? NULL : err, "cuMemFreeAsync", d->MemFreeAsync(small, stream)); /* its address is free for the next */
+        if (!r) r = undone;
+    }
+    if (r) return r;
+    if (ids[0] == ids[1] || ids[1] == ids[2] || ids[0] == ids[2])
+        return zcx_fail(err, ZCX_E_UNFIT, "the driver gives two allocations one identity");
+    return 0;
+}
+
 int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, uint64_t seed, zcu_stream stream, struct zcx_err *err) {
     int r = 0;
-    for (int i = 0; i < REPEATS && !r; i++)
-        r = zcx_cu(err, "cuMemsetD8Async", d->MemsetD8Async(base, 0xFF, ZCX_CANARY_BYTES, stream));
+    for (int i = 0; i < REPEATS; i++)
+        for (uint64_t at = 0; at < ZCX_CANARY_BYTES && !r; at += PIECE)
+            r = zcx_cu(err, "cuMemsetD8Async", d->MemsetD8Async(base + at, 0xFF, PIECE, stream));
     for (unsigned i = 0; i < NMARKS && !r; i++)
         r = zcx_cu(err, "cuMemsetD8Async", d->MemsetD8Async(base + place(i), value(seed, i), MARK, stream));
     return r;

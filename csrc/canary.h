@@ -3,7 +3,7 @@
  * Both ends of a session use it (xfer_parent.c, xfer_worker.c): one writes marks made from a seed behind work that takes a
  * while, posts its gate, and the other must see them, every one, as soon as the gate lets it through. So the check fails when
  * an import shows other memory, when a gate lets through too early, and when windows do not join.
- * Does not: import, gate, or send; allocate device memory. */
+ * Does not: import, gate, or send; keep device memory. */
 #ifndef ZCX_CANARY_H
 #define ZCX_CANARY_H
 
@@ -13,6 +13,11 @@
 
 /* Steps of PROVE, in this order. */
 enum { ZCX_PROVE_POOL = 1 /* import whole, twice, both gates */, ZCX_PROVE_WINDOWS = 2 /* import in windows of one chunk */ };
+
+/* Has each allocation an identity of its own: two that live at once, and two that had one address in turn? An importer knows by
+ * it what it has imported already (pool.h), so two with one would be taken for each other, without any error.
+ * 0; -ZCX_E_UNFIT: not. `memory`: an allocation of `pool`; two small ones are made and freed on `stream`. */
+int zcx_canary_identity(const struct zcx_driver *d, zcu_pool pool, zcu_ptr memory, zcu_stream stream, struct zcx_err *err);
 
 /* Queue on `stream`: overwrite the whole allocation many times, then write the marks. Asynchronous; the caller's scope is open. */
 int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, uint64_t seed, zcu_stream stream, struct zcx_err *err);

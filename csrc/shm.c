@@ -584,7 +584,9 @@ int zcx_shm_map(struct zcx_shm *s, uint64_t offset, uint64_t nbytes, void **addr
         return zcx_fail(err, ZCX_E_PROTOCOL, "%" PRIu64 " bytes from %" PRIu64 " on lie outside a segment of %" PRIu64, nbytes,
                         offset, s->size);
     length = whole_pages(offset, nbytes, &lead);
-    p = mmap(NULL, length, PROT_READ | PROT_WRITE, (s->kind == ZCX_SHM_RESULT ? MAP_SHARED : MAP_PRIVATE) | MAP_NORESERVE, s->fd,
+    /* A result's pages are there already, and all of them will be written: mapping them at once takes a quarter of the time of
+     * a fault for each. An input is mapped page by page as it is read: the kernel maps the neighbours with each. */
+    p = mmap(NULL, length, PROT_READ | PROT_WRITE, (s->kind == ZCX_SHM_RESULT ? MAP_SHARED | MAP_POPULATE : MAP_PRIVATE) | MAP_NORESERVE, s->fd,
              (off_t)(offset - lead));
     if (p == MAP_FAILED) return zcx_fail_errno(err, "mmap");
     *addr = (unsigned char *)p + lead;

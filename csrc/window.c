@@ -44,10 +44,10 @@ uint64_t zcx_windows_count(const struct zcx_windows *w) {
 
 void zcx_windows_at(const struct zcx_windows *w, uint64_t k, uint64_t *start, uint64_t *bytes) {
     /* Cuts lie at multiples of the step in the pool, so the first window may be shorter, and so may the last. */
-    uint64_t lead = w->step - w->offset % w->step;
+    uint64_t lead = w->step - w->offset % w->step, most = k ? w->step : lead, rest;
     *start = k ? lead + (k - 1) * w->step : 0;
-    uint64_t end = lead + k * w->step;
-    *bytes = (end < w->bytes ? end : w->bytes) - *start;
+    rest = w->bytes - *start;
+    *bytes = rest < most ? rest : most;
 }
 
 void zcx_windows_blob(const struct zcx_windows *w, uint64_t k, const unsigned char blob[64], unsigned char out[64]) {

@@ -17,9 +17,9 @@
 #define INPUT_IDLE_BYTES (256ull << 20)
 /* A worker that does not read an answer for this long is not going to: its socket is full of our messages. */
 #define ANSWER_NS (30ll * 1000000000)
-/* DONE is looked for this long without sleeping, then with sleeps that double up to the longest. */
-#define DONE_SPIN_NS 50000
-#define DONE_SLEEP_MIN_NS 50000
+/* DONE is looked for this long without sleeping, then with sleeps of an eighth of the time that it has taken so far, so that
+ * waiting adds no more than that, up to the longest. */
+#define DONE_SPIN_NS 100000
 #define DONE_SLEEP_MAX_NS 1000000
 /* A packet is looked for this long without sleeping: about one hand-off. */
 #define PACKET_SPIN_NS 20000
@@ -197,7 +197,7 @@ struct zcx_parent {
     int has_msg;
     struct zcx_event outcome;       /* RESULT, ERROR or IMPORT_REFUSED, held back until DONE is seen */
     unsigned char *outcome_bytes;   /* its body, copied: the socket's packet is overwritten meanwhile */
-    int64_t done_sleep, done_spin_until;
+    int64_t done_since;             /* when DONE was first looked for */
     uint64_t wanted_request;        /* of the ALLOC that the caller is answering */
     int released_event;
 
@@ -442,47 +442,44 @@ static struct zcx_gate_ref gate_ref(const struct call_gate *g) {
 
 /* ---- the start-up check ---- */
 
-/* The check's stream is the pool's own business: one per check, so that nothing of the host's is waited for. */
-static int with_stream(struct zcx_parent *p, int (*work)(struct zcx_parent *, const struct zcx_driver *, zcu_stream, struct zcx_err *),
-                       struct zcx_err *err) {
+/* The check has a stream of its own, so that nothing of the host's is waited for. */
+static int write_marks(struct zcx_parent *p, uint32_t step, struct zcx_err *err) {
+    struct proof *f = &p->proof;
+    struct zcx_pool *pool = p->pools[f->gate.pool].pool;
     struct zcx_scope scope;
-    zcu_stream stream;
-    int r = zcx_scope_open(&scope, p->proof.gate.ordinal, err);
+    int r = zcx_scope_open(&scope, f->gate.ordinal, err);
     if (r) return r;
-    r = zcx_cu(err, "cuStreamCreate", scope.d->StreamCreate(&stream, ZCU_STREAM_NON_BLOCKING));
-    if (!r) {
-        r = work(p, scope.d, stream, err);
-        scope.d->StreamDestroy(stream); /* what is queued on it goes on */
-    }
+    r = zcx_cu(err, "cuStreamCreate", scope.d->StreamCreate(&f->gate.stream, ZCU_STREAM_NON_BLOCKING));
+    if (!r) r = zcx_pool_alloc(pool, ZCX_CANARY_BYTES, f->gate.stream, &f->memory, err);
+    if (!r && step == ZCX_PROVE_POOL) r = zcx_canary_identity(scope.d, zcx_pool_handle(pool), f->memory, f->gate.stream, err);
+    if (!r) r = zcx_canary_write(scope.d, f->memory, f->seed, f->gate.stream, err);
+    if (!r) r = post_ready(p, &f->gate, err);
     zcx_scope_close(&scope);
     return r;
 }
 
-static int write_marks(struct zcx_parent *p, const struct zcx_driver *d, zcu_stream stream, struct zcx_err *err) {
-    struct proof *f = &p->proof;
-    int r = zcx_pool_alloc(p->pools[f->gate.pool].pool, ZCX_CANARY_BYTES, stream, &f->memory, err);
-    if (!r) r = zcx_canary_write(d, f->memory, f->seed, stream, err);
-    f->gate.stream = stream;
-    if (!r) r = post_ready(p, &f->gate, err);
-    f->gate.stream = NULL;
+/* Only after DONE: the worker's marks, made from the seed's successor, must all be there. */
+static int read_marks(struct zcx_parent *p, struct zcx_err *err) {
+    struct zcx_scope scope;
+    int r = zcx_scope_open(&scope, p->proof.gate.ordinal, err);
+    if (r) return r;
+    r = zcx_canary_check(scope.d, p->proof.memory, p->proof.seed + 1, p->proof.gate.stream, err);
+    zcx_scope_close(&scope);
     return r;
 }
 
-/* Only after DONE: the worker's marks, made from the seed's successor, must all be there. */
-static int read_marks(struct zcx_parent *p, const struct zcx_driver *d, zcu_stream stream, struct zcx_err *err) {
-    return zcx_canary_check(d, p->proof.memory, p->proof.seed + 1, stream, err);
-}
-
-static int give_back(struct zcx_parent *p, const struct zcx_driver *d, zcu_stream stream, struct zcx_err *err) {
-    (void)d;
-    return zcx_pool_free(p->pools[p->proof.gate.pool].pool, p->proof.memory, stream, err);
-}
-
-/* Memory that the worker may still write to is only given back when it saw DONE, or is gone. */
+/* Memory that the worker may still write to is only given back when its DONE was seen, or when it is gone; and on the stream
+ * that wrote our own marks, which may not all be written yet when a worker dies early. */
 static void end_proof(struct zcx_parent *p) {
-    drop_gate(p, &p->proof.gate);
-    if (p->proof.memory) with_stream(p, give_back, NULL);
-    memset(&p->proof, 0, sizeof p->proof);
+    struct proof *f = &p->proof;
+    struct zcx_scope scope;
+    drop_gate(p, &f->gate);
+    if (f->gate.stream && zcx_scope_open(&scope, f->gate.ordinal, NULL) == 0) {
+        if (f->memory) zcx_pool_free(p->pools[f->gate.pool].pool, f->memory, f->gate.stream, NULL);
+        scope.d->StreamDestroy(f->gate.stream); /* what is queued on it goes on */
+        zcx_scope_close(&scope);
+    }
+    memset(f, 0, sizeof *f);
 }
 
 int zcx_parent_prove(struct zcx_parent *p, unsigned pool, uint32_t step, struct zcx_err *err) {
@@ -494,7 +491,7 @@ int zcx_parent_prove(struct zcx_parent *p, unsigned pool, uint32_t step, struct 
     int r = new_gate(p, pool, NULL, &f->gate, err);
     if (r) return r;
     f->seed = (uint64_t)zcx_now();
-    r = with_stream(p, write_marks, err);
+    r = write_marks(p, step, err);
     if (!r) r = zcx_pool_export(p->pools[pool].pool, f->memory, ZCX_CANARY_BYTES, step == ZCX_PROVE_WINDOWS ? ZCX_WINDOWS_PROVE : ZCX_WINDOWS_NO, &e, err);
     if (r) goto undo;
     struct zcx_prove m = {.step = step, .seed = f->seed, .gate = gate_ref(&f->gate),
@@ -520,7 +517,7 @@ static int proof_seen(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err
     int r = zcx_gate_reached(p->gate, f->gate.ordinal, f->gate.done_slot, f->gate.done, err);
     if (r != 1) return r < 0 ? r : 1;
     if (!f->failed) {
-        r = with_stream(p, read_marks, &why);
+        r = read_marks(p, &why);
         f->failed = r != 0;
         if (r) snprintf(f->reason, sizeof f->reason, "what the worker wrote did not arrive: %.180s", why.cuda ? zcx_driver_error_name(why.cuda) : why.text);
     }
@@ -537,7 +534,7 @@ static int proof_seen(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err
 /* ---- lending ---- */
 
 uint64_t zcx_parent_limit(const struct zcx_parent *p, unsigned pool) {
-    return pool < p->npools && p->pools[pool].windows == ZCX_WINDOWS_YES ? UINT64_MAX : (zcx_chunk_limit() - 1) * ZCX_CHUNK_BYTES;
+    return pool < p->npools && p->pools[pool].windows == ZCX_WINDOWS_YES ? UINT64_MAX : (zcx_chunk_limit() - 1) * ZCX_CHUNK_BYTES + 1;
 }
 
 int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *seq, struct zcx_err *err) {
@@ -824,8 +821,7 @@ static int hold_outcome(struct zcx_parent *p, struct zcx_event e, const struct z
     }
     p->outcome = e;
     p->state = ZCX_RETURNING;
-    p->done_sleep = DONE_SLEEP_MIN_NS;
-    p->done_spin_until = zcx_now() + DONE_SPIN_NS;
+    p->done_since = zcx_now();
     return 1;
 }
 
@@ -884,7 +880,7 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
         p->proof.answered = 1;
         p->proof.failed = proved.failed != 0;
         snprintf(p->proof.reason, sizeof p->proof.reason, "%.*s", (int)(proved.reason.length < 200 ? proved.reason.length : 200), proved.reason.bytes);
-        p->done_sleep = DONE_SLEEP_MIN_NS;
+        p->done_since = zcx_now();
         return 1;
     }
     case ZCX_ALLOC: {
@@ -997,7 +993,7 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
                 return 0;
             }
             now = zcx_now();
-            if (now < p->done_spin_until) continue;
+            if (now - p->done_since < DONE_SPIN_NS) continue;
         }
         if (p->has_msg) zcx_msg_free(&p->msg);
         p->has_msg = 0;
@@ -1015,8 +1011,9 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
         }
         int64_t until = deadline;
         if (polling) {
-            until = now + p->done_sleep < deadline ? now + p->done_sleep : deadline;
-            if (p->done_sleep < DONE_SLEEP_MAX_NS) p->done_sleep *= 2;
+            int64_t sleep = (now - p->done_since) / 8;
+            if (sleep > DONE_SLEEP_MAX_NS) sleep = DONE_SLEEP_MAX_NS;
+            until = now + sleep < deadline ? now + sleep : deadline;
         }
         r = zcx_sock_wait(&p->sock, until, polling ? 0 : PACKET_SPIN_NS, err);
         if (r < 0) return broken(p, r);

@@ -15,8 +15,9 @@
 #include <unistd.h>
 
 #define SEND_NS (30ll * 1000000000)
-/* While GPU work of the last call or release is under way its streams are looked at this often. */
+/* While GPU work of the last call or release is under way it is looked at this often, and after that long asked about. */
 #define WATCH_NS 1000000
+#define WATCH_ASK_NS 20000000
 #define PACKET_SPIN_NS 20000
 
 struct device {
@@ -29,6 +30,7 @@ struct device {
     struct zcx_gate_ref gate;
     /* DONE of the last call, until it was seen to complete */
     int watched;
+    int64_t asked;               /* when the driver was last asked about the gate stream */
     /* an un-import outside a call: RELEASE goes out when it completed */
     int releasing;
     zcu_event released;
@@ -237,26 +239,36 @@ static int take_event(struct zcx_worker *w, struct zcx_err *err) {
 
 /* ---- the start-up check ---- */
 
-/* Import (twice: the second must count), await READY, read the parent's marks through one of the two, drop that one, read them
- * again through the other, write marks of our own behind slow work. All on the gate stream, which DONE follows. */
-static int prove_import(struct device *d, const struct zcx_prove *m, const struct zcx_driver *driver, struct zcx_err *err) {
-    struct zcx_export e = {.buffer_id = m->buffer.key, .alloc_bytes = m->buffer.alloc_bytes, .offset = m->buffer.offset, .window = m->buffer.window};
+/* Imported twice, the second time by count: the parent's marks must be seen through both, and still when one was dropped. */
+static int prove_counting(struct device *d, const struct zcx_export *e, uint64_t seed, const struct zcx_driver *driver, struct zcx_err *err) {
     zcu_ptr first, second;
-    memcpy(e.blob, m->buffer.blob, sizeof e.blob);
-    int last = 1, r = zcx_pool_map(d->pool, &e, &first, err);
+    int r = zcx_pool_map(d->pool, e, &first, err);
     if (r) return r;
-    r = zcx_pool_map(d->pool, &e, &second, err);
+    r = zcx_pool_map(d->pool, e, &second, err);
     if (!r) {
-        if (first != second) r = zcx_fail(err, ZCX_E_UNFIT, "a second import of one allocation has another address");
-        if (!r) r = zcx_canary_check(driver, first + e.offset, m->seed, d->gate_stream, err);
-        int undone = zcx_pool_unmap(d->pool, e.buffer_id, d->gate_stream, &last, r ? NULL : err);
-        if (!r) r = undone ? undone : last ? zcx_fail(err, ZCX_E_UNFIT, "the first of two imports was the last") : 0;
+        r = zcx_canary_check(driver, first + e->offset, seed, d->gate_stream, err);
+        int undone = zcx_pool_unmap(d->pool, e->buffer_id, d->gate_stream, NULL, r ? NULL : err);
+        if (!r) r = undone;
+        if (!r) r = zcx_canary_check(driver, second + e->offset, seed, d->gate_stream, err);
     }
-    if (!r) r = zcx_canary_check(driver, second + e.offset, m->seed, d->gate_stream, err);
-    if (!r) r = zcx_canary_write(driver, first + e.offset, m->seed + 1, d->gate_stream, err);
-    int undone = zcx_pool_unmap(d->pool, e.buffer_id, d->gate_stream, NULL, r ? NULL : err);
+    int undone = zcx_pool_unmap(d->pool, e->buffer_id, d->gate_stream, NULL, r ? NULL : err);
     return r ? r : undone;
 }
+
+/* Imported again after it was given up, as a tensor is that is lent call after call: the marks must be there once more. Marks
+ * of our own are written behind slow work; the un-import after them is queued, and must not come before them. */
+static int prove_again(struct device *d, const struct zcx_export *e, uint64_t seed, const struct zcx_driver *driver, struct zcx_err *err) {
+    zcu_ptr base;
+    int r = zcx_cu(err, "cuStreamSynchronize", driver->StreamSynchronize(d->gate_stream)); /* see await_release */
+    if (!r) r = zcx_pool_map(d->pool, e, &base, err);
+    if (r) return r;
+    r = zcx_canary_check(driver, base + e->offset, seed, d->gate_stream, err);
+    if (!r) r = zcx_canary_write(driver, base + e->offset, seed + 1, d->gate_stream, err);
+    int undone = zcx_pool_unmap(d->pool, e->buffer_id, d->gate_stream, NULL, r ? NULL : err);
+    return r ? r : undone;
+}
+
+static int join_context(const struct zcx_driver *driver, struct device *d, struct zcx_err *err);
 
 static int take_proof(struct zcx_worker *w, struct zcx_err *err) {
     struct zcx_prove m;
@@ -266,16 +278,23 @@ static int take_proof(struct zcx_worker *w, struct zcx_err *err) {
     char reason[320] = "";
     int r = zcx_prove_decode(w->msg.body, w->msg.header.length, &m, err);
     if (r) return r;
+    if ((m.step != ZCX_PROVE_POOL && m.step != ZCX_PROVE_WINDOWS) || (m.step == ZCX_PROVE_WINDOWS) != (m.buffer.window != 0))
+        return zcx_fail(err, ZCX_E_PROTOCOL, "a check of unknown kind %u", m.step);
     if (m.buffer.pool >= ZCX_MAX_DEVICES || !w->devices[m.buffer.pool].pool || m.gate.pool != m.buffer.pool ||
-        m.buffer.nbytes != ZCX_CANARY_BYTES || m.gate.ready_slot >= ZCX_GATE_SLOTS || m.gate.done_slot >= ZCX_GATE_SLOTS)
+        m.buffer.rung != ZCX_RUNG_POOL || m.buffer.nbytes != ZCX_CANARY_BYTES || m.gate.ready_slot >= ZCX_GATE_SLOTS || m.gate.done_slot >= ZCX_GATE_SLOTS)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a check on pool %u, which was not accepted", m.buffer.pool);
     struct device *d = &w->devices[m.buffer.pool];
+    struct zcx_export e = {.buffer_id = m.buffer.key, .alloc_bytes = m.buffer.alloc_bytes, .offset = m.buffer.offset, .window = m.buffer.window};
+    memcpy(e.blob, m.buffer.blob, sizeof e.blob);
     r = zcx_scope_open(&scope, d->ordinal, err);
     if (r) return r;
     int seen = zcx_gate_await(w->gate, d->ordinal, m.gate.ready_slot, m.gate.ready, d->gate_stream, &why);
-    if (!seen) seen = prove_import(d, &m, scope.d, &why);
-    if (seen) snprintf(reason, sizeof reason, "%s%s%s", why.cuda ? zcx_driver_error_name(why.cuda) : "", why.cuda ? " " : "", why.text);
-    r = zcx_gate_post(w->gate, d->ordinal, m.gate.done_slot, m.gate.done, d->gate_stream, err);
+    if (!seen) seen = prove_counting(d, &e, m.seed, scope.d, &why);
+    if (!seen) seen = prove_again(d, &e, m.seed, scope.d, &why);
+    if (seen) snprintf(reason, sizeof reason, "%s%s%s%s%s", why.call ? why.call : "", why.call ? ": " : "",
+                       why.cuda ? zcx_driver_error_name(why.cuda) : "", why.cuda ? ", " : "", why.text);
+    r = join_context(scope.d, d, err); /* windows of an import that failed half way are given up on another stream */
+    if (!r) r = zcx_gate_post(w->gate, d->ordinal, m.gate.done_slot, m.gate.done, d->gate_stream, err);
     zcx_scope_close(&scope);
     if (r) return r;
     struct zcx_proved proved = {.pool = m.buffer.pool, .failed = seen != 0, .step = m.step, .reason = zcx_text_of(reason)};
@@ -472,6 +491,7 @@ static int done(struct zcx_worker *w, struct device *d, struct zcx_err *err) {
     zcx_scope_close(&scope);
     d->in_call = 0;
     d->watched = !r;
+    d->asked = zcx_now();
     return r;
 }
 
@@ -597,21 +617,30 @@ static int sweep(struct zcx_worker *w, struct zcx_err *err) {
     return r;
 }
 
-/* Is GPU work of the last call still under way? Its failure is the worker's end. */
+/* Is GPU work of the last call still under way? Its failure is the worker's end. The counter says that it is over without a
+ * call into the driver: one that finds a stream idle drops the mappings of what was just un-imported, and the next import of
+ * the same memory pays in full. The driver is asked only when that takes long: a fault posts no counter. */
 static int watch(struct zcx_worker *w, int *pending, struct zcx_err *err) {
     *pending = 0;
     for (unsigned k = 0; k < ZCX_MAX_DEVICES; k++) {
         struct device *d = &w->devices[k];
         struct zcx_scope scope;
+        int r;
         if (!d->watched && !d->releasing) continue;
-        int r = zcx_scope_open(&scope, d->ordinal, err);
+        if (d->watched) {
+            r = zcx_gate_reached(w->gate, d->ordinal, d->gate.done_slot, d->gate.done, err);
+            if (r < 0) return r;
+            d->watched = !r;
+        }
+        if (!d->watched && !d->releasing) continue;
+        *pending = 1;
+        if (zcx_now() - d->asked < WATCH_ASK_NS) continue;
+        r = zcx_scope_open(&scope, d->ordinal, err);
         if (r) return r;
         int q = scope.d->StreamQuery(d->gate_stream);
         zcx_scope_close(&scope);
-        if (q == ZCU_ERROR_NOT_READY) *pending = 1;
-        else if (q) return zcx_cu(err, "cuStreamQuery", q);
-        else d->watched = 0;
-        if (d->releasing) *pending = 1;
+        d->asked = zcx_now();
+        if (q && q != ZCU_ERROR_NOT_READY) return zcx_cu(err, "cuStreamQuery", q);
     }
     return 0;
 }
