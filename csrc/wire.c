@@ -231,7 +231,7 @@ struct zcx_text zcx_text_of(const char *s) {
 
 /* ---- fixed parts ---- */
 
-void zcx_gate_ref_encode(const struct zcx_gate_ref *g, unsigned char out[ZCX_GATE_REF_BYTES]) {
+void zcx_gate_ref_encode(const struct zcx_gate_ref *g, unsigned char *out) {
     memset(out, 0, ZCX_GATE_REF_BYTES);
     store16(out, g->pool);
     store32(out + 4, g->ready_slot);
@@ -251,7 +251,7 @@ int zcx_gate_ref_decode(const unsigned char in[ZCX_GATE_REF_BYTES], struct zcx_g
     return 0;
 }
 
-void zcx_buffer_encode(const struct zcx_buffer *b, unsigned char out[ZCX_BUFFER_BYTES]) {
+void zcx_buffer_encode(const struct zcx_buffer *b, unsigned char *out) {
     memset(out, 0, ZCX_BUFFER_BYTES);
     store64(out, b->id);
     out[8] = b->rung;

@@ -150,9 +150,9 @@ uint64_t zcx_wire_u64(const unsigned char *array, uint32_t i); /* element of an 
 void zcx_wire_put_u64(unsigned char *array, uint32_t i, uint64_t value);
 
 /* Fixed parts. */
-void zcx_gate_ref_encode(const struct zcx_gate_ref *g, unsigned char out[ZCX_GATE_REF_BYTES]);
+void zcx_gate_ref_encode(const struct zcx_gate_ref *g, unsigned char *out); /* ZCX_GATE_REF_BYTES */
 int zcx_gate_ref_decode(const unsigned char in[ZCX_GATE_REF_BYTES], struct zcx_gate_ref *out, struct zcx_err *err);
-void zcx_buffer_encode(const struct zcx_buffer *b, unsigned char out[ZCX_BUFFER_BYTES]);
+void zcx_buffer_encode(const struct zcx_buffer *b, unsigned char *out);     /* ZCX_BUFFER_BYTES */
 int zcx_buffer_decode(const unsigned char in[ZCX_BUFFER_BYTES], struct zcx_buffer *out, struct zcx_err *err); /* rung, flags, offset + nbytes overflow */
 
 /* Bodies: encode returns the bytes written, or -ZCX_E_LIMIT when `cap` is too small (as a long). CALL, RESULT and ERROR
