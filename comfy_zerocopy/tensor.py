@@ -88,19 +88,39 @@ def _look_torch(torch: Any, t: Any) -> Look:
     return Look(TORCH, name, itemsize, shape, strides, flags, address, low, high, device, t)
 
 
+def _literal(dtype: Any) -> Any:
+    """What numpy.dtype() makes this dtype of again: a string, or for a structured one a list or a dict of plain data."""
+    if dtype.names is None:
+        if dtype.byteorder == ">":
+            raise Unfit("a big-endian array cannot cross: pass a.astype(a.dtype.newbyteorder('<'))")
+        return dtype.str
+    fields, packed, end = [], [], 0
+    for name in dtype.names:
+        made, offset, *title = dtype.fields[name]
+        base, shape = made.subdtype or (made, ())
+        fields.append((_literal(base), shape, offset, *title))
+        packed.append(((*title, name) if title else name, fields[-1][0], *([shape] if shape else [])))
+        end = end + made.itemsize if offset == end else -1
+    if end == dtype.itemsize:
+        return packed
+    made = {"names": list(dtype.names), "formats": [(f[0], f[1]) if f[1] else f[0] for f in fields], "offsets": [f[2] for f in fields],
+            "itemsize": dtype.itemsize}
+    if any(len(f) > 3 for f in fields):
+        made["titles"] = [f[3] if len(f) > 3 else None for f in fields]
+    return made
+
+
 def _numpy_name(dtype: Any) -> str:
     if dtype.hasobject:
         raise Unfit("an array of Python objects cannot cross: pass a list, or an array of numbers")
-    text = repr(dtype.descr) if dtype.names is not None else dtype.str
-    if ">" in text:
-        raise Unfit("a big-endian array cannot cross: pass a.astype(a.dtype.newbyteorder('<'))")
+    literal = _literal(dtype)
     if dtype.itemsize == 0:
         raise Unfit(f"an array of {dtype}, whose elements have no bytes, cannot cross")
     name = dtype.name
     if name in DTYPES and dtype.names is None and dtype.str[1] in "biufc":
         return name
-    name = "np:" + text
-    if len(name) > 255:
+    name = "np:" + (literal if isinstance(literal, str) else repr(literal))
+    if len(name.encode()) > 255:
         raise Unfit("a structured dtype with so many fields cannot cross: pass the fields as a dict of arrays")
     return name
 
@@ -144,8 +164,8 @@ def numpy_dtype(dtype: str) -> Any:
         return np.dtype(dtype)
     try:
         text = dtype[3:]
-        made = np.dtype(ast.literal_eval(text) if text.startswith("[") else text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        made = np.dtype(ast.literal_eval(text) if text[:1] in ("[", "{") else text)
+    except Exception as error:  # it is the other process's text
         raise Unfit(f"dtype {dtype!r} is not known here") from error
     if made.hasobject or made.itemsize == 0:
         raise Unfit(f"dtype {dtype!r} cannot cross")

@@ -7,6 +7,7 @@ Does not: lend memory, know rungs, or execute anything that came in: a tag choos
 """
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import types
@@ -296,21 +297,22 @@ class Encoder:
 # ---- decode ----
 
 
+@functools.lru_cache(maxsize=1)
+def _uuids() -> tuple[str, ...]:
+    """Of this process's devices, by ordinal: they are what they were when the driver was opened. Empty without a driver."""
+    try:
+        return tuple(d["uuid"] for d in zcx().driver()["devices"])
+    except zcx().Failure:
+        return ()
+
+
 def uuid_of(ordinal: int) -> str | None:
     """The UUID of one of this process's devices, 32 hexadecimal digits; None where there is no such device."""
-    try:
-        devices = zcx().driver()["devices"]
-    except zcx().Failure:
-        return None
-    return devices[ordinal]["uuid"] if 0 <= ordinal < len(devices) else None
+    return _uuids()[ordinal] if 0 <= ordinal < len(_uuids()) else None
 
 
 def ordinal_of(uuid: str) -> int | None:
-    try:
-        devices = zcx().driver()["devices"]
-    except zcx().Failure:
-        return None
-    return next((d["ordinal"] for d in devices if d["uuid"] == uuid), None)
+    return _uuids().index(uuid) if uuid in _uuids() else None
 
 
 class Foul(Exception):

@@ -308,7 +308,8 @@ class _Worker:
             if g.device is None:
                 zcx().copy(memory.address, g.low, nbytes)
             else:
-                zcx().device_copy(g.device, tensor.current_stream(g.device), "x", memory.address, g.low, nbytes)
+                for at, n in pieces(memory.owner, nbytes):
+                    zcx().device_copy(g.device, tensor.current_stream(g.device), "x", memory.address + at, g.low + at, n)
             number = memory.owner.id
             notes[number] = why
             for m in members:
@@ -363,6 +364,18 @@ class _Worker:
             elif work[0] == "bye":
                 return
             del work
+
+
+def pieces(owner: Any, nbytes: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the parts of an import's first `nbytes` that the driver's copies can take: none crosses a window's end."""
+    if owner.seams is None:
+        return [(0, nbytes)]
+    end, step = owner.seams
+    found, at = [], 0
+    while at < nbytes:
+        found.append((at, min(end, nbytes) - at))
+        at, end = end, end + step
+    return found
 
 
 def describe(error: BaseException) -> bytes:

@@ -25,7 +25,7 @@ static unsigned char value(uint64_t seed, unsigned i) {
 }
 
 int zcx_canary_identity(const struct zcx_driver *d, zcu_pool pool, zcu_ptr memory, zcu_stream stream, struct zcx_err *err) {
-    struct zcx_ptr_info info;
+    struct zcx_ptr_info info = {0};
     uint64_t ids[3];
     int r = zcx_driver_ptr_info(d, memory, &info, err);
     ids[0] = info.buffer_id;

@@ -92,6 +92,13 @@ static PyObject *import_result(PyObject *self, void *closure) {
     return PyBool_FromLong(info_of(self).result);
 }
 
+static PyObject *import_seams(PyObject *self, void *closure) {
+    (void)closure;
+    struct zcx_import_info i = info_of(self);
+    if (!i.seam_step) Py_RETURN_NONE;
+    return Py_BuildValue("(KK)", (unsigned long long)i.seam, (unsigned long long)i.seam_step);
+}
+
 static PyMethodDef import_methods[] = {
     {"edited", import_edited, METH_NOARGS, "edited() -> bool: was this host input written to here?"},
     {NULL, NULL, 0, NULL},
@@ -103,6 +110,7 @@ static PyGetSetDef import_attributes[] = {
     {"nbytes", import_nbytes, NULL, "bytes lent", NULL},
     {"address", import_address, NULL, "of the first byte, on the host or the device", NULL},
     {"device", import_device, NULL, "ordinal in this process's numbering; None: host", NULL},
+    {"seams", import_seams, NULL, "(first, step): where windows of the import end, in bytes from its first; None: in one piece", NULL},
     {"result", import_result, NULL, "made by alloc()", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -19,7 +19,7 @@
 
 #define ZCX_CHUNK_BYTES (32ull << 20)
 #define ZCX_CHUNK_LIMIT 128u  /* most chunks that one import may touch */
-#define ZCX_WINDOW_CHUNKS 64u /* of a window: 2 GiB, far below what the driver can bear */
+#define ZCX_WINDOW_CHUNKS 128u /* of a window, 4 GiB: as few ends as can be, because the driver's own copies do not cross one */
 
 /* The limit in force: ZCX_CHUNK_LIMIT, or what the environment's ZCX_CHUNK_LIMIT lowers it to (never more, never 0). */
 uint32_t zcx_chunk_limit(void);

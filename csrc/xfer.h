@@ -192,7 +192,15 @@ int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_
 int zcx_worker_alloc(struct zcx_worker *w, const struct zcx_alloc *a, uint64_t *request, zcx_stream_of stream_of, void *arg,
                      struct zcx_import **out, uint32_t *code, struct zcx_err *err);
 
-struct zcx_import_info { uint64_t id, nbytes, seq; int ordinal; /* -1: host */ void *address; int result; };
+struct zcx_import_info {
+    uint64_t id, nbytes, seq;
+    int ordinal; /* -1: host */
+    void *address;
+    int result;
+    /* Imported in windows: one ends `seam` bytes behind the first byte lent, and others every `seam_step`; 0: in one piece.
+     * Kernels cross the ends, the driver's own copies do not (CUDA_ERROR_INVALID_VALUE, driver 580.159.04). */
+    uint64_t seam, seam_step;
+};
 void zcx_import_info(const struct zcx_import *i, struct zcx_import_info *out);
 int zcx_import_edited(const struct zcx_import *i); /* host input: was the private mapping written to? */
 /* Nobody here uses it any more. Any thread. Unmapped at the end of the call, or when idle. */

@@ -19,7 +19,7 @@
 #define ANSWER_NS (30ll * 1000000000)
 /* DONE is looked for this long without sleeping, then with sleeps of an eighth of the time that it has taken so far, so that
  * waiting adds no more than that, up to the longest. */
-#define DONE_SPIN_NS 100000
+#define DONE_SPIN_NS 200000
 #define DONE_SLEEP_MAX_NS 1000000
 /* A packet is looked for this long without sleeping: about one hand-off. */
 #define PACKET_SPIN_NS 20000
@@ -135,7 +135,7 @@ uint64_t zcx_range_bytes(const struct zcx_range *r) { return r->nbytes; }
 
 /* ---- the session ---- */
 
-enum transfer_state { LENT, KEPT, QUARANTINED };
+enum transfer_state { LENT, KEPT, QUARANTINED, RELEASED };
 
 struct transfer {
     uint64_t id, seq;
@@ -328,13 +328,13 @@ static void release_locked(struct zcx_parent *p, struct transfer *t) {
     if (t->owner) p->released[p->nreleased++] = t->owner;
     if (t->segment) t->segment->uses--;
     zcx_range_unref(t->range);
-    memset(t, 0, sizeof *t); /* id 0: gone at the next compaction */
+    *t = (struct transfer){.id = t->id, .state = RELEASED}; /* the id stays until the next compaction: find() counts on their order */
 }
 
 static void compact_locked(struct zcx_parent *p) {
     size_t n = 0;
     for (size_t i = 0; i < p->ntransfers; i++)
-        if (p->transfers[i].id) p->transfers[n++] = p->transfers[i];
+        if (p->transfers[i].state != RELEASED) p->transfers[n++] = p->transfers[i];
     p->ntransfers = n;
 }
 
@@ -800,7 +800,7 @@ static int release_ids(struct zcx_parent *p, const struct zcx_release *m, struct
         uint64_t id = zcx_wire_u64(m->ids, i);
         struct transfer *t = find(p, id);
         if (t && t->state == KEPT) release_locked(p, t);
-        else if (t || !id || id >= p->next_id) r = -ZCX_E_PROTOCOL; /* one that is gone already: releasing is idempotent */
+        else if (t ? t->state != RELEASED : !id || id >= p->next_id) r = -ZCX_E_PROTOCOL; /* releasing is idempotent */
     }
     compact_locked(p);
     pthread_mutex_unlock(&p->lock);

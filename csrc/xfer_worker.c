@@ -430,6 +430,10 @@ int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_
 void zcx_import_info(const struct zcx_import *i, struct zcx_import_info *out) {
     *out = (struct zcx_import_info){.id = i->wire.id, .nbytes = i->wire.nbytes, .seq = i->seq, .ordinal = i->ordinal, .address = i->address,
                                     .result = i->wire.flags & ZCX_BUFFER_RESULT};
+    uint64_t start; /* of the allocation, in its pool */
+    if (i->ordinal < 0 || !i->wire.window || zcx_blob_fields(i->wire.blob, i->wire.alloc_bytes, &start)) return;
+    out->seam_step = i->wire.window * ZCX_CHUNK_BYTES;
+    out->seam = out->seam_step - (start + i->wire.offset) % out->seam_step;
 }
 
 int zcx_import_edited(const struct zcx_import *i) {
