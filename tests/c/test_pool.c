@@ -1,6 +1,7 @@
 /* test_pool.c: pools, what is exported from them, and the counted imports, on the simulated driver. */
 // sources: csrc/pool.c csrc/window.c csrc/driver.c csrc/err.c
 // needs: simcuda
+// also: thread
 #include "cases.h"
 #include "pool.h"
 
@@ -615,6 +616,251 @@ CASE(the_importers_driver_fails) {
     zcx_pool_unref(p);
 }
 
+/* ---- windows ---- */
+
+#define CHUNK ZCX_CHUNK_BYTES
+#define SEAMS 8
+
+/* An allocation of 5 chunks and a half behind a small one, so that it begins inside a chunk. A byte of its own on both sides of
+ * wherever a chunk may end, and at both ends. With a limit of 4 it must go in windows. */
+static zcu_ptr straddling(struct zcx_pool *p, zcu_stream stream, uint64_t *offset, uint64_t *bytes, struct zcx_export *e,
+                          enum zcx_windows_use use) {
+    zcu_ptr ptr;
+    struct zcx_scope s;
+    filled(p, MIB, 1, stream);
+    *bytes = 5 * CHUNK + CHUNK / 2;
+    CHECK(zcx_pool_alloc(p, *bytes, stream, &ptr, NULL) == 0);
+    CHECK(zcx_pool_export(p, ptr, *bytes, use, e, NULL) == 0);
+    CHECK(zcx_blob_fields(e->blob, e->alloc_bytes, offset) == 0 && *offset % CHUNK, "it straddles; these cases rest on it");
+    CHECK(zcx_scope_open(&s, 0, NULL) == 0);
+    for (uint64_t k = 0; k < SEAMS; k++) { /* k: the border before the pool's k-th chunk of it */
+        uint64_t at = k * CHUNK - *offset % CHUNK; /* wraps for the first, which is the allocation's own beginning */
+        if (k == 0) at = 0;
+        if (at && at <= *bytes) CHECK(s.d->MemsetD8Async(ptr + at - 1, (unsigned char)(0x40 + k), 1, stream) == 0);
+        if (at < *bytes) CHECK(s.d->MemsetD8Async(ptr + at, (unsigned char)(0x60 + k), 1, stream) == 0);
+    }
+    CHECK(s.d->MemsetD8Async(ptr + *bytes - 1, 0x77, 1, stream) == 0);
+    CHECK(s.d->StreamSynchronize(stream) == 0);
+    zcx_scope_close(&s);
+    return ptr;
+}
+
+static void see_all_seams(zcu_ptr base, uint64_t offset, uint64_t bytes, zcu_stream stream) {
+    for (uint64_t k = 0; k < SEAMS; k++) {
+        uint64_t at = k ? k * CHUNK - offset % CHUNK : 0;
+        if (at && at <= bytes) CHECK(byte_at(0, base + at - 1, stream) == (unsigned char)(0x40 + k), "before chunk %d", (int)k);
+        if (at < bytes) CHECK(byte_at(0, base + at, stream) == (unsigned char)(0x60 + k), "chunk %d", (int)k);
+    }
+    CHECK(byte_at(0, base + bytes - 1, stream) == 0x77);
+}
+
+/* What the peer is told: the pool, an export, where it begins in the pool. */
+struct lent { zcu_uuid uuid; struct zcx_export e; uint64_t offset, bytes; };
+
+static struct lent lent_windows(struct peer *peer, struct zcx_pool **pool, zcu_ptr *ptr, enum zcx_windows_use use) {
+    struct lent l;
+    *pool = pool_on(0);
+    l.uuid = *zcx_pool_uuid(*pool);
+    *ptr = straddling(*pool, stream_on(0), &l.offset, &l.bytes, &l.e, use);
+    peer_send(peer->sock, &l, sizeof l, zcx_pool_fd(*pool));
+    return l;
+}
+
+static struct zcx_pool *borrow(int sock, struct lent *l) {
+    struct zcx_pool *p;
+    int fd = peer_recv(sock, l, sizeof *l);
+    CHECK(zcx_pool_import(&p, fd, &l->uuid, NULL) == 0);
+    close(fd);
+    return p;
+}
+
+static void importer_in_windows(int sock) {
+    struct lent l;
+    struct zcx_pool *p = borrow(sock, &l);
+    zcu_stream stream = stream_on(0);
+    int (*hold)(zcu_stream) = library_symbol("simcuda_hold"), (*release)(zcu_stream) = library_symbol("simcuda_release");
+    struct zcx_windows w = zcx_windows_of(l.offset, l.e.alloc_bytes, l.e.window);
+    long count = (long)zcx_windows_count(&w);
+    zcu_ptr base, again, whole = 7;
+    struct zcx_err err;
+    struct zcx_export e = l.e;
+    int last = -1;
+    CHECK(count >= 2, "%ld windows", count);
+
+    e.window = 0;
+    CHECK(zcx_pool_map(p, &e, &whole, &err) == -ZCX_E_UNFIT && strstr(err.text, "chunks") && whole == 7, "whole it stays refused: %s", err.text);
+    e.window = zcx_chunk_limit() + 1;
+    CHECK(zcx_pool_map(p, &e, &whole, &err) == -ZCX_E_UNFIT && strstr(err.text, "window") && whole == 7);
+    e.window = UINT32_MAX;
+    CHECK(zcx_pool_map(p, &e, &whole, &err) == -ZCX_E_UNFIT && whole == 7);
+    e = l.e;
+    e.blob[32] ^= 1;
+    CHECK(zcx_pool_map(p, &e, &whole, &err) == -ZCX_E_UNFIT && strstr(err.text, "laid out") && whole == 7);
+    CHECK(zcx_pool_mapped(p) == 0 && simcuda_count("imports") == 0);
+
+    CHECK(zcx_pool_map(p, &l.e, &base, &err) == 0, "%s", err.text);
+    CHECK(zcx_pool_mapped(p) == 1 && simcuda_count("imports") == count, "one for us, %ld for the driver", count);
+    see_all_seams(base, l.offset, l.bytes, stream);
+    CHECK(zcx_pool_map(p, &l.e, &again, NULL) == 0 && again == base && simcuda_count("imports") == count, "counted, not imported again");
+    CHECK(zcx_pool_unmap(p, l.e.buffer_id, stream, &last, NULL) == 0 && last == 0);
+    see_all_seams(base, l.offset, l.bytes, stream);
+
+    struct zcx_scope s; /* given up in stream order: what is queued before still reaches all of it */
+    CHECK(zcx_scope_open(&s, 0, NULL) == 0 && hold(stream) == 0);
+    CHECK(s.d->MemsetD8Async(base, 0x2A, l.bytes, stream) == 0);
+    CHECK(zcx_pool_unmap(p, l.e.buffer_id, stream, &last, NULL) == 0 && last == 1 && zcx_pool_mapped(p) == 0);
+    CHECK(simcuda_count("imports") == count, "none of them before its turn");
+    CHECK(release(stream) == 0 && s.d->StreamSynchronize(stream) == 0);
+    zcx_scope_close(&s);
+    CHECK(simcuda_count("imports") == 0, "as one");
+
+    CHECK(zcx_pool_map(p, &l.e, &base, NULL) == 0); /* unref takes windows along too */
+    zcx_pool_unref(p);
+    CHECK(synchronize(0, stream) == 0 && synchronize(0, NULL) == 0);
+    CHECK(simcuda_count("imports") == 0 && simcuda_count("pools") == 0);
+}
+
+static void windows_of(enum zcx_windows_use use, uint32_t expected) {
+    setenv("ZCX_CHUNK_LIMIT", "4", 1);
+    struct peer peer = peer_start(importer_in_windows);
+    struct zcx_pool *p;
+    zcu_ptr a;
+    struct lent l = lent_windows(&peer, &p, &a, use);
+    struct zcx_export e;
+    struct zcx_err err;
+    CHECK(l.e.window == expected);
+    CHECK(zcx_pool_export(p, a, 1, ZCX_WINDOWS_NO, &e, &err) == -ZCX_E_UNFIT && strstr(err.text, "chunks"), "not proved: %s", err.text);
+    CHECK(peer_end(&peer) == 0);
+    CHECK(byte_at(0, a, NULL) == 0x2A && byte_at(0, a + l.bytes - 1, NULL) == 0x2A && byte_at(0, a + l.bytes / 2, NULL) == 0x2A, "no copy");
+    zcx_pool_unref(p);
+}
+CASE(windows_at_the_limit) { windows_of(ZCX_WINDOWS_YES, 4); }
+CASE(windows_of_one_chunk) { windows_of(ZCX_WINDOWS_PROVE, 1); }
+
+/* Only what is above the limit is cut: 4 chunks are not, aligned; straddling they are. The proof cuts whatever it is given. */
+CASE(what_is_cut) {
+    setenv("ZCX_CHUNK_LIMIT", "4", 1);
+    struct zcx_pool *p = pool_on(0);
+    zcu_stream stream = stream_on(0);
+    struct zcx_export e;
+    zcu_ptr a, b;
+    CHECK(zcx_pool_alloc(p, 4 * CHUNK, stream, &a, NULL) == 0 && a % CHUNK == 0);
+    filled(p, MIB, 1, stream);
+    CHECK(zcx_pool_alloc(p, 4 * CHUNK, stream, &b, NULL) == 0 && b % CHUNK);
+    CHECK(zcx_pool_export(p, a, 1, ZCX_WINDOWS_YES, &e, NULL) == 0 && e.window == 0);
+    CHECK(zcx_pool_export(p, a, 1, ZCX_WINDOWS_NO, &e, NULL) == 0 && e.window == 0);
+    CHECK(zcx_pool_export(p, a, 1, ZCX_WINDOWS_PROVE, &e, NULL) == 0 && e.window == 1);
+    CHECK(zcx_pool_export(p, b, 1, ZCX_WINDOWS_YES, &e, NULL) == 0 && e.window == 4);
+    CHECK(zcx_pool_export(p, b, 1, ZCX_WINDOWS_NO, &e, NULL) == -ZCX_E_UNFIT);
+    unsetenv("ZCX_CHUNK_LIMIT");
+    CHECK(zcx_pool_export(p, b, 1, ZCX_WINDOWS_YES, &e, NULL) == 0 && e.window == 0);
+    zcx_pool_unref(p);
+}
+
+static void importer_whose_windows_fail(int sock) {
+    struct lent l;
+    struct zcx_pool *p = borrow(sock, &l);
+    struct zcx_windows w = zcx_windows_of(l.offset, l.e.alloc_bytes, l.e.window);
+    int count = (int)zcx_windows_count(&w), last;
+    zcu_ptr base = 7;
+    struct zcx_err err;
+    char rule[64];
+    fail_at = library_symbol("simcuda_fail");
+    for (int k = 1; k <= count; k++) {
+        snprintf(rule, sizeof rule, "cuMemPoolImportPointer:%d:2", k);
+        fail_at(rule);
+        CHECK(zcx_pool_map(p, &l.e, &base, &err) == -ZCX_E_CUDA && err.cuda == 2 && base == 7, "window %d", k);
+        fail_at("");
+        CHECK(zcx_pool_mapped(p) == 0 && zcx_pool_unmap(p, l.e.buffer_id, NULL, NULL, NULL) == -ZCX_E_RANGE);
+        CHECK(synchronize(0, NULL) == 0 && simcuda_count("imports") == 0, "those before window %d are left", k);
+    }
+    CHECK(zcx_pool_map(p, &l.e, &base, &err) == 0);
+    see_all_seams(base, l.offset, l.bytes, NULL);
+    CHECK(zcx_pool_unmap(p, l.e.buffer_id, NULL, &last, NULL) == 0 && last == 1);
+    zcx_pool_unref(p);
+}
+
+CASE(a_window_fails) {
+    struct peer peer = peer_start(importer_whose_windows_fail);
+    struct zcx_pool *p;
+    zcu_ptr a;
+    lent_windows(&peer, &p, &a, ZCX_WINDOWS_PROVE);
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
+static void importer_whose_windows_lie_apart(int sock) {
+    struct lent l;
+    zcu_ptr base = 7;
+    struct zcx_err err;
+    setenv("SIMCUDA_BREAK", "apart", 1);
+    struct zcx_pool *p = borrow(sock, &l);
+    CHECK(zcx_pool_map(p, &l.e, &base, &err) == -ZCX_E_UNFIT && strstr(err.text, "next to the one before"), "%s", err.text);
+    CHECK(base == 7 && zcx_pool_mapped(p) == 0 && synchronize(0, NULL) == 0 && simcuda_count("imports") == 0);
+    zcx_pool_unref(p);
+}
+
+CASE(windows_lie_apart) {
+    struct peer peer = peer_start(importer_whose_windows_lie_apart);
+    struct zcx_pool *p;
+    zcu_ptr a;
+    lent_windows(&peer, &p, &a, ZCX_WINDOWS_PROVE);
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
+static void importer_of_unknown_blobs(int sock) {
+    struct lent l;
+    struct zcx_pool *p = borrow(sock, &l);
+    zcu_ptr base = 7;
+    CHECK(zcx_pool_map(p, &l.e, &base, NULL) == 0 && byte_at(0, base, NULL) == 0x11, "whole, an unknown layout is no matter");
+    zcx_pool_unref(p);
+}
+
+CASE(an_unknown_layout_is_not_cut) {
+    setenv("SIMCUDA_BREAK", "blob", 1);
+    setenv("ZCX_CHUNK_LIMIT", "4", 1);
+    struct peer peer = peer_start(importer_of_unknown_blobs);
+    struct zcx_pool *p = pool_on(0);
+    zcu_stream stream = stream_on(0);
+    struct lent l = {.uuid = *zcx_pool_uuid(p)};
+    struct zcx_err err;
+    zcu_ptr large, a = filled(p, 2 * CHUNK, 0x11, stream);
+    CHECK(zcx_pool_export(p, a, 1, ZCX_WINDOWS_PROVE, &l.e, &err) == -ZCX_E_UNFIT && strstr(err.text, "not known"), "%s", err.text);
+    CHECK(zcx_pool_alloc(p, 5 * CHUNK, stream, &large, NULL) == 0);
+    CHECK(zcx_pool_export(p, large, 1, ZCX_WINDOWS_YES, &l.e, &err) == -ZCX_E_UNFIT && strstr(err.text, "not known"), "%s", err.text);
+    CHECK(zcx_pool_alloc(p, 4 * CHUNK, stream, &large, NULL) == 0);
+    CHECK(zcx_pool_export(p, large, 1, ZCX_WINDOWS_NO, &l.e, &err) == -ZCX_E_UNFIT && strstr(err.text, "5 chunks"),
+          "where it begins is not known, so it may straddle: %s", err.text);
+    CHECK(zcx_pool_export(p, a, 1, ZCX_WINDOWS_YES, &l.e, NULL) == 0 && l.e.window == 0);
+    peer_send(peer.sock, &l, sizeof l, zcx_pool_fd(p));
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
+/* Threads that map and give up one allocation in windows at once: one import, however it is counted. */
+static void importer_with_threads_in_windows(int sock) {
+    pthread_t threads[4];
+    struct lent l;
+    shared.p = borrow(sock, &l);
+    for (int i = 0; i < 16; i++) shared.e[i] = l.e;
+    CHECK(zcx_pool_map(shared.p, &l.e, &shared.base[0], NULL) == 0, "one is kept all the time");
+    for (uintptr_t i = 0; i < 4; i++) CHECK(pthread_create(&threads[i], NULL, map_and_unmap, (void *)i) == 0);
+    for (int i = 0; i < 4; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+    CHECK(zcx_pool_mapped(shared.p) == 1);
+    see_all_seams(shared.base[0], l.offset, l.bytes, NULL);
+    zcx_pool_unref(shared.p);
+}
+
+CASE(threads_import_one_in_windows) {
+    struct peer peer = peer_start(importer_with_threads_in_windows);
+    struct zcx_pool *p;
+    zcu_ptr a;
+    lent_windows(&peer, &p, &a, ZCX_WINDOWS_PROVE);
+    CHECK(peer_end(&peer) == 0);
+    zcx_pool_unref(p);
+}
+
 static void forget_pool(void) {
     int fd = zcx_pool_fd(shared.p);
     struct zcx_export e;
@@ -698,6 +944,13 @@ int main(void) {
     RUN(threads_import_the_same);
     RUN(making_fails_at_every_call);
     RUN(the_importers_driver_fails);
+    RUN(windows_at_the_limit);
+    RUN(windows_of_one_chunk);
+    RUN(what_is_cut);
+    RUN(a_window_fails);
+    RUN(windows_lie_apart);
+    RUN(an_unknown_layout_is_not_cut);
+    RUN(threads_import_one_in_windows);
     RUN(a_fork_is_harmless);
     RUN(a_capture_elsewhere_survives);
     simcuda_unshare();

@@ -69,9 +69,7 @@ void simcuda_fail(const char *text) {
     parse(text);
 }
 
-/* SIMCUDA_HIDE="cuStreamWriteValue64,cuCtxRecordEvent": what an older driver does not have. */
-bool sim_hidden(const char *name) {
-    const char *list = getenv("SIMCUDA_HIDE");
+static bool listed(const char *list, const char *name) {
     size_t n = strlen(name);
     for (const char *at = list; at && *at;) {
         size_t m = strcspn(at, ",");
@@ -80,3 +78,9 @@ bool sim_hidden(const char *name) {
     }
     return false;
 }
+
+/* SIMCUDA_HIDE="cuStreamWriteValue64,cuCtxRecordEvent": what an older driver does not have. */
+bool sim_hidden(const char *name) { return listed(getenv("SIMCUDA_HIDE"), name); }
+
+/* SIMCUDA_BREAK="import,post": what a driver may do otherwise than all that were seen. README.md has the list. */
+bool sim_breaks(const char *what) { return listed(getenv("SIMCUDA_BREAK"), what); }

@@ -264,7 +264,7 @@ static bool attribute(int number, void *out, zcu_ptr p, const struct what *w, bo
     case ZCU_POINTER_ATTRIBUTE_MEMORY_TYPE: *(unsigned *)out = known ? (unsigned)w->type : 0; break;
     case 3: *(zcu_ptr *)out = known ? p : 0; break; /* DEVICE_POINTER */
     case 4: *(void **)out = known && w->type == ZCU_MEMORYTYPE_HOST ? (void *)p : NULL; break; /* HOST_POINTER */
-    case ZCU_POINTER_ATTRIBUTE_BUFFER_ID: *(uint64_t *)out = known ? w->id : 0; break;
+    case ZCU_POINTER_ATTRIBUTE_BUFFER_ID: *(uint64_t *)out = !known ? 0 : sim_breaks("identity") ? 1 : w->id; break;
     case ZCU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)out = ordinal < 0 ? 0 : ordinal; break; /* 0: a hidden device */
     case ZCU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(int *)out = known && w->legacy; break;
     case ZCU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(zcu_ptr *)out = known ? w->base : 0; break;

@@ -31,7 +31,7 @@ struct pool_control {
     int32_t exported[MAX_CHUNKS];  /* address chunk → physical chunk at its last export, plus one; 0: never */
 };
 
-struct blob { uint64_t magic, id, serial, offset, size; unsigned char rest[24]; };
+struct blob { uint64_t magic, id, serial, offset, size, whole; unsigned char rest[16]; };
 _Static_assert(offsetof(struct blob, offset) == 24 && offsetof(struct blob, size) == 32, "as on a card");
 _Static_assert(sizeof(struct blob) == sizeof(zcu_pool_blob), "as on a card");
 
@@ -191,7 +191,7 @@ struct segment *sim_pool_segment(struct pool *p, zcu_ptr at) {
 struct import *sim_pool_import(struct pool *p, zcu_ptr at) {
     uint64_t offset = at - (zcu_ptr)p->base;
     for (struct import *i = p->imports; i; i = i->next)
-        if (offset >= i->offset && offset < i->offset + i->size) return i;
+        if (offset >= i->offset + i->shift && offset < i->offset + i->shift + i->size) return i;
     return NULL;
 }
 
@@ -564,16 +564,21 @@ void sim_pool_unimported(struct op *op) {
 
 static zcu_result unimport(struct pool *p, zcu_ptr at, struct stream *s) {
     struct import **i = &p->imports;
-    while (*i && (zcu_ptr)p->base + (*i)->offset != at) i = &(*i)->next;
+    while (*i && (zcu_ptr)p->base + (*i)->offset + (*i)->shift != at) i = &(*i)->next;
     struct op *op = *i ? sim_op(OP_UNIMPORT) : NULL;
     if (!op) return *i ? ZCU_ERROR_OUT_OF_MEMORY : ZCU_ERROR_INVALID_VALUE;
     struct import *gone = *i;
     *i = gone->next;
     op->pool = p;
-    op->dst = gone->offset;
+    op->dst = gone->offset + gone->shift;
     op->n = gone->size;
     op->value = gone->serial;
     free(gone);
+    if (sim_breaks("unimport")) { /* before the stream's work */
+        sim_pool_unimported(op);
+        free(op);
+        return ZCU_SUCCESS;
+    }
     sim_submit(s, op);
     return ZCU_SUCCESS;
 }
@@ -672,6 +677,12 @@ CALL(MemPoolImportFromShareableHandle, 11020, zcu_pool *out, void *handle, int t
     return ZCU_SUCCESS;
 }
 
+/* Another layout than that of all drivers seen; its own inverse. */
+static void scramble(struct blob *b) {
+    b->offset = ~b->offset;
+    b->size = ~b->size;
+}
+
 /* From now on the export stands for what is behind these addresses. */
 static void export_chunk(struct pool *p, uint64_t chunk) {
     int32_t *exported = &p->control->exported[chunk], old = *exported - 1, now = p->backing[chunk];
@@ -689,18 +700,19 @@ CALL(MemPoolExportPointer, 11020, zcu_pool_blob *out, zcu_ptr at) {
     struct pool *p = sim_pool_of(at);
     struct segment *g = p && p->exportable ? sim_pool_segment(p, at) : NULL;
     if (!g || !p->handle_exported || (zcu_ptr)p->base + g->offset != at) return ZCU_ERROR_INVALID_VALUE;
-    struct blob b = {.magic = POOL_MAGIC, .id = p->id, .serial = g->id, .offset = g->offset, .size = g->asked};
+    struct blob b = {.magic = POOL_MAGIC, .id = p->id, .serial = g->id, .offset = g->offset, .size = g->asked, .whole = g->asked};
     sim_robust_lock(&p->control->lock);
     for (uint64_t c = first_chunk(g->offset); c <= last_chunk(g->offset, g->asked); c++) export_chunk(p, c);
     pthread_mutex_unlock(&p->control->lock);
+    if (sim_breaks("blob")) scramble(&b);
     memcpy(out, &b, sizeof b);
     return ZCU_SUCCESS;
 }
 
 /* What the real driver does above its limit: it overruns an array on its stack. */
-static void overrun(void) {
+static void overrun(const char *what) {
     sigset_t set;
-    fprintf(stderr, "simcuda: import of more than %d chunks\n", SIM_IMPORT_CHUNKS);
+    fprintf(stderr, "simcuda: import of %s\n", what);
     signal(SIGSEGV, SIG_DFL);
     sigemptyset(&set);
     sigaddset(&set, SIGSEGV);
@@ -709,25 +721,31 @@ static void overrun(void) {
     _exit(139);
 }
 
-static zcu_result map_import(struct pool *p, uint64_t offset, uint64_t size) {
-    uint64_t from = first_chunk(offset), to = last_chunk(offset, size);
+static uint64_t import_chunks(void) {
+    const char *fewer = getenv("SIMCUDA_IMPORT_CHUNKS");
+    return fewer ? (uint64_t)strtol(fewer, NULL, 10) : SIM_IMPORT_CHUNKS;
+}
+
+static zcu_result map_import(struct pool *p, uint64_t offset, uint64_t size, uint64_t shift, bool wrong) {
+    uint64_t from = first_chunk(offset), to = last_chunk(offset, size), put = shift / SIM_CHUNK;
     zcu_result r = ZCU_SUCCESS;
     sim_robust_lock(&p->control->lock);
     for (uint64_t c = from; c <= to; c++)
         if (!p->control->exported[c]) r = ZCU_ERROR_INVALID_VALUE;
     pthread_mutex_unlock(&p->control->lock);
     if (r) return r;
-    if (to - from + 1 > SIM_IMPORT_CHUNKS) overrun();
+    if (to - from + 1 > import_chunks()) overrun("more chunks than it can bear");
     for (uint64_t c = from; c <= to; c++) {
         sim_robust_lock(&p->control->lock);
         int32_t physical = p->control->exported[c] - 1;
         pthread_mutex_unlock(&p->control->lock);
-        if (!p->mapped[c] && map_chunk(p, c, physical)) {
+        if (wrong) physical = (int32_t)p->chunks - 1; /* which nobody uses */
+        if (!p->mapped[c + put] && map_chunk(p, c + put, physical)) {
             while (c-- > from)
-                if (!--p->mapped[c]) unmap_chunk(p, c);
+                if (!--p->mapped[c + put]) unmap_chunk(p, c + put);
             return ZCU_ERROR_OUT_OF_MEMORY;
         }
-        p->mapped[c]++;
+        p->mapped[c + put]++;
     }
     return ZCU_SUCCESS;
 }
@@ -737,6 +755,7 @@ CALL(MemPoolImportPointer, 11020, zcu_ptr *out, zcu_pool pool, zcu_pool_blob *bl
     struct pool *p = pool_of(pool);
     struct blob b;
     memcpy(&b, blob, sizeof b);
+    if (sim_breaks("blob")) scramble(&b);
     if (!p || !p->imported || b.magic != POOL_MAGIC || b.id != p->id || !b.size) return ZCU_ERROR_INVALID_VALUE;
     if (b.offset > p->chunks * SIM_CHUNK || b.size > p->chunks * SIM_CHUNK - b.offset) return ZCU_ERROR_INVALID_VALUE;
     for (struct import *i = p->imports; i; i = i->next)
@@ -744,18 +763,25 @@ CALL(MemPoolImportPointer, 11020, zcu_ptr *out, zcu_pool pool, zcu_pool_blob *bl
             *out = (zcu_ptr)p->base + b.offset;
             return ZCU_SUCCESS;
         }
+    bool part = b.size != b.whole, again = p->last_imported >= b.serial;
+    if (part && sim_breaks("part-crash")) overrun("a part of an allocation");
     struct import *i = malloc(sizeof *i);
     if (!i) return ZCU_ERROR_OUT_OF_MEMORY;
-    zcu_result r = map_import(p, b.offset, b.size);
+    uint64_t shift = 0;
+    for (const struct import *o = p->imports; o && part && sim_breaks("apart"); o = o->next)
+        if (o->serial == b.serial) shift = p->chunks / 2 * SIM_CHUNK; /* in the half that is never this full */
+    bool wrong = sim_breaks("import") || (part && sim_breaks("part")) || (again && !part && sim_breaks("again"));
+    zcu_result r = map_import(p, b.offset, b.size, shift, wrong);
     if (r) {
         free(i);
         return r;
     }
-    *i = (struct import){p->imports, b.offset, b.size, sim.next_id++, b.serial};
+    *i = (struct import){p->imports, b.offset, b.size, sim.next_id++, b.serial, shift};
     p->imports = i;
     p->live++;
+    if (b.serial > p->last_imported) p->last_imported = b.serial;
     hb_imported(p, b.serial);
-    *out = (zcu_ptr)p->base + b.offset;
+    *out = (zcu_ptr)p->base + b.offset + shift;
     return ZCU_SUCCESS;
 }
 

@@ -68,6 +68,7 @@ int sim_lock(void);
 void sim_leave(int *held);
 int sim_fail(const char *name); /* the code that SIMCUDA_FAIL names for this very call, or 0 */
 bool sim_hidden(const char *name); /* SIMCUDA_HIDE names it */
+bool sim_breaks(const char *what); /* SIMCUDA_BREAK names it */
 
 /* What is known to have happened: one tick count for each stream of the session (hb.c). */
 struct clock { uint32_t at[SIM_SLOTS]; };
@@ -251,6 +252,7 @@ struct import {
     struct import *next;
     uint64_t offset, size, id;
     uint64_t serial;         /* the owner's buffer id */
+    uint64_t shift;          /* 0, or how far from where it belongs it was put */
 };
 
 struct pool {
@@ -271,6 +273,7 @@ struct pool {
     uint8_t access[SIM_DEVICES];
     struct segment *segments;
     struct import *imports;
+    uint64_t last_imported;  /* importer: the highest serial so far */
     uint64_t live;           /* segments used, and frees not executed */
 };
 
