@@ -127,7 +127,7 @@ class _Session:
 
     def usable(self) -> bool:
         parent = self.parent
-        return not self.process.exited.is_set() and parent is not None and parent.state == "idle"
+        return not self.process.exited.is_set() and parent is not None and parent.state == "idle" and not self.pools.unfinished
 
     def _gone(self) -> None:
         """Keeper's thread: nothing can touch what was lent any more. A caller that still drives the session leaves first."""
@@ -195,7 +195,7 @@ class Worker:
         self._foreign = False  # a copy in a forked child: the process and its locks are the parent's
         self._queue: _Queue | None = None
         self._queue_lock = threading.Lock()
-        self._demoted: dict[int, str] = {}
+        self._demoted = canary.Verdicts()
         self.last_report = Report(())
         _workers.add(self)
 
@@ -230,15 +230,15 @@ class Worker:
         return self.pid is not None
 
     def status(self) -> dict[str, Any]:
-        """name, pid, alive, state, and what the session holds: counts and bytes."""
+        """name, pid, alive, state; pools and windows, by device: "proved", or why they are not used; and what the session
+        holds: counts and bytes."""
         s = self._session
-        found: dict[str, Any] = {"name": self.name, "pid": self.pid, "alive": self.alive, "state": "closed" if self._closed else "not started"}
+        found: dict[str, Any] = {"name": self.name, "pid": self.pid, "alive": self.alive, "state": "closed" if self._closed else "not started",
+                                 **(s.pools if s is not None else self._demoted).status()}
         if s is not None and s.parent is not None:
             found["state"] = s.parent.state if self.alive else "dead"
             found.update(s.parent.stats())
             found["handles"] = len(s.handles or ())
-            found["pools"] = {**{k: v or "proved" for k, v in s.pools.verdicts.items()}, **self._demoted}
-            found["windows"] = {k: v or "proved" for k, v in s.pools.windows.items()}
         return found
 
     def close(self) -> None:
@@ -260,6 +260,7 @@ class Worker:
         """End the process at once. A call that runs raises WorkerDied; the next call starts a new process."""
         s = self._session
         if s is not None:
+            s.pools.killed = True
             s.process.kill()
 
     # ---- calls ----
@@ -301,24 +302,29 @@ class Worker:
                 try:
                     return call.run(args, kwargs)
                 except canary.Stuck as stuck:
-                    # The rung is demoted, so this comes once per device; the function has not begun, or may have.
+                    # The rung is demoted, so this comes once per check and device; the function has not begun, or may have.
                     session.process.kill()
+                    self._session = None
                     if call.sent:
-                        raise WorkerDied(f"worker {self.name}: {stuck}", **session.process.describe(), state="running") from None
+                        session.process.wait(_BYE)
+                        raise WorkerDied(f"worker {self.name}: {stuck}, in the midst of a call; the next one does without",
+                                         **session.process.describe(), state="running") from None
         finally:
             self._turn.give()
 
     def _prove_windows(self, pool: Any) -> str:
         """For canary.sacrifice(): "" or why windows cannot be used, tried in this worker's process."""
-        deadline = time.monotonic() + canary.SECONDS
-        session = self._started(deadline, canary.SECONDS)
-        call = _Call(self, session, "windows check", {}, deadline, canary.SECONDS)
+        deadline = time.monotonic() + canary.OPEN_SECONDS
+        session = self._started(deadline, canary.OPEN_SECONDS)
+        call = _Call(self, session, "windows check", {}, None, None)
         with session.busy:
             try:
                 index, why = session.pools.open(session.parent, pool, call._until)
-                return why or session.pools._check(session.parent, index, pool.ordinal, _native.zcx().PROVE_WINDOWS, "windows", call._until)
+                return why if index is None else session.pools.check_windows(session.parent, pool, call._until)
             except canary.Stuck as stuck:
-                return str(stuck)
+                died = session.process.wait(0.2)  # its socket ends a moment before it does
+                session.process.kill()
+                return f"{stuck}: a process that tried it {canary.ending(session.process.describe())}" if died else str(stuck)
 
     def _require_own(self) -> None:
         if self._foreign:
@@ -447,7 +453,8 @@ class _Call:
         self.function, self.streams, self.deadline, self.timeout = function, streams, deadline, timeout
         self.seq = 0
         self.transfers: list[Transfer] = []
-        self.inputs: dict[int, tuple[tensor.Memory, list[tuple[tensor.Look, Any]]]] = {}  # by transfer id
+        # by transfer id: what was lent, and the caller's own objects in it by (offset, flags, dtype, shape, strides)
+        self.inputs: dict[int, tuple[tensor.Memory, dict[tuple[Any, ...], list[tuple[int, Any]]]]] = {}
         self.results: dict[int, tensor.Memory] = {}
         self.avoid: dict[int, str] = {}  # index of a look: why it must take the host rung
         self.wanted_cancel = False
@@ -557,9 +564,12 @@ class _Call:
     def _lent(self, encoder: tree.Encoder, indices: dict[int, list[int]], g: tensor.Group, number: int, owner: Any) -> None:
         indices[number] = g.members
         memory = tensor.Memory(owner, g.low, g.high - g.low, g.device)
-        self.inputs[number] = (memory, [(encoder.looks[m], encoder.objects[m]) for m in g.members])
+        own: dict[tuple[Any, ...], list[tuple[int, Any]]] = {}
         for m in g.members:
-            encoder.views[m] = (number, encoder.looks[m].address - g.low)
+            v = encoder.looks[m]
+            encoder.views[m] = (number, v.address - g.low)
+            own.setdefault((v.address - g.low, v.flags, v.dtype, v.shape, v.strides), []).append((v.lib, encoder.objects[m]))
+        self.inputs[number] = (memory, own)
 
     def _lend_copies(self, encoder: tree.Encoder, indices: dict[int, list[int]], copies: list[tuple[tensor.Group, Any, str]]) -> None:
         """Host memory is copied into one segment; a GPU tensor for which no device rung works goes down to the host first."""
@@ -582,9 +592,9 @@ class _Call:
 
     # ---- waiting ----
 
-    def _until(self, kind: str, deadline: float | None) -> tuple[Any, ...] | None:
+    def _until(self, kind: str, deadline: float) -> tuple[Any, ...] | None:
         """The next event of that kind; None at `deadline` if that comes before the call's own."""
-        first = min((d for d in (deadline, self.deadline) if d is not None), default=None)
+        first = deadline if self.deadline is None else min(deadline, self.deadline)
         event = self.parent.run(_ns(first), self._on_event)
         if event is None:
             if first == deadline:
@@ -614,7 +624,7 @@ class _Call:
         """Cancel in the worker and wait for its answer, at most the grace; True: it had to be ended."""
         try:
             self.parent.cancel(self.seq)
-            if self.parent.run(_ns(time.monotonic() + _GRACE), self._on_event_late) is not None:
+            if not self.session.pools.unfinished and self.parent.run(_ns(time.monotonic() + _GRACE), self._on_event_late) is not None:
                 return False
         except Exception:  # it died meanwhile: the caller gets what stopped the call
             pass
@@ -728,8 +738,8 @@ class _Call:
         if not tensor.fits(wanted, memory.nbytes, offset):
             raise tree.Foul("a tensor that reaches outside its buffer")
         if known is not None:
-            for v, o in known[1]:
-                if v.lib in libs and (v.address - memory.address, v.flags, v.dtype, v.shape, v.strides) == (offset, flags, dtype, shape, strides):
+            for own, o in known[1].get((offset, flags, dtype, shape, strides), ()):
+                if own in libs:
                     return o  # the caller's own object comes back
         return memory.build(lib, offset, dtype, shape, strides, flags)
 

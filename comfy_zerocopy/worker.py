@@ -13,6 +13,7 @@ main thread. Does not: choose rungs or own memory; the parent does.
 """
 from __future__ import annotations
 
+import bisect
 import gc
 import importlib
 import importlib.util
@@ -124,6 +125,10 @@ def _count(shape: tuple[int, ...]) -> int:
     for s in shape:
         n *= s
     return n
+
+
+def _place(device: int | None) -> int:
+    return -1 if device is None else device
 
 
 # ---- the process ----
@@ -267,10 +272,12 @@ class _Worker:
         if self.speaks_torch:
             encoder.looks = [tensor.as_torch(v) for v in encoder.looks]
         foreign: list[int] = []
+        with self.lock:
+            places = sorted((_place(m.device), m.address, number) for number, m in self.memories.items())
         for index, v in enumerate(encoder.looks):
             if v.high == v.low:
                 continue
-            found = self._known(v)
+            found = self._known(v, places)
             if found is None:
                 foreign.append(index)
             else:
@@ -279,14 +286,18 @@ class _Worker:
             self._copy(encoder, foreign, notes)
         return encoder.write()
 
-    def _known(self, v: tensor.Look) -> tuple[int, int] | None:
-        """(id, offset) if the tensor lies in a buffer of this call that may go back as it is."""
-        for number, memory in list(self.memories.items()):
-            if memory.device == v.device and memory.address <= v.low and v.high <= memory.address + memory.nbytes:
-                if not memory.owner.result and memory.owner.edited():
-                    return None  # the edit happened in a private copy: what goes back is a new result
-                return number, v.address - memory.address
-        return None
+    def _known(self, v: tensor.Look, places: list[tuple[int, int, int]]) -> tuple[int, int] | None:
+        """(id, offset) if the tensor lies in a buffer of this call that may go back as it is. places: of these, in order."""
+        at = bisect.bisect_right(places, (_place(v.device), v.low, sys.maxsize)) - 1
+        if at < 0 or places[at][0] != _place(v.device):
+            return None
+        number = places[at][2]
+        memory = self.memories[number]
+        if v.high > memory.address + memory.nbytes:
+            return None
+        if not memory.owner.result and memory.owner.edited():
+            return None  # the edit happened in a private copy: what goes back is a new result
+        return number, v.address - memory.address
 
     def _copy(self, encoder: tree.Encoder, foreign: list[int], notes: dict[int, str]) -> None:
         """Tensors in this process's own memory: into buffers that the parent allocates, one for each group that shares bytes."""

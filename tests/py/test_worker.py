@@ -18,10 +18,10 @@ import sys
 import threading
 import time
 
-import cbuild
 import pytest
-from conftest import ROOT, WORKERS, absent, until
+from conftest import ROOT, WORKERS, until
 
+import cbuild
 import comfy_zerocopy as zcx
 from comfy_zerocopy import parent, process, snapshot
 

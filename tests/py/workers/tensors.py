@@ -222,3 +222,45 @@ def outside():
         return type(empty((2,), dtype="uint8")).__name__
     finally:
         worker._here = here
+
+
+@expose
+def own_turned(x):
+    """Dense, but not row-major."""
+    return (x + 1).T
+
+
+@expose
+def own_pair(x):
+    y = x + 1
+    return y, y[1:], y[0]
+
+
+@expose
+def own_grad(x):
+    return (x.float() * 2).requires_grad_()
+
+
+@expose
+def fill_and_keep(n, value):
+    out = empty((n,), dtype="uint8")
+    out[...] = value
+    _kept.append(out)
+    return out
+
+
+@expose
+def empty_edited_and_input(x):
+    """The input, and a result that shows it."""
+    out = empty_like(x)
+    out[...] = x
+    x[...] = 0
+    return x, out
+
+
+@expose
+def copy_bytes(x):
+    """As copy, for Array."""
+    out = empty_like(x)
+    out.copy_from(x.tobytes())
+    return out
