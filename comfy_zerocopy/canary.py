@@ -1,18 +1,22 @@
 """What the driver really does between this process and one worker, proved before anything of the user's depends on it.
 
 Each check writes marks late, behind slow work, and the other side must read every one of them as soon as the gate lets it through
-(csrc/canary.h): so it fails if an import shows other memory, if a gate lets through too early, or if a duplicate import is not
-counted. A check that fails demotes the rung it speaks for, in that worker, with the reason; a tensor then takes the next rung.
+(csrc/canary.h): so it fails if an import shows other memory, if a gate lets through too early, or if what was imported again or
+is counted twice is not there. A check that fails demotes the rung it speaks for, in that worker, with the reason; a tensor then
+takes the next rung. docs/windows.md lists what is proved.
 
     pool      when a worker first meets a GPU tensor of a device (so that a worker for CPU tensors never gets a CUDA context)
     windows   when an allocation above the driver's limit is first met. What it rests on is undocumented, so that a process
               of its own, which nobody needs, tries it before any worker does
 
+A lack of memory, or of gate slots, shows nothing about the driver: the check is made again the next time.
 Does not: choose rungs (parent.py does), or touch torch.
 """
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,74 +25,125 @@ from typing import Any
 from ._native import zcx
 
 SECONDS = 20.0  # for one check; on an idle GPU it takes a few milliseconds
+OPEN_SECONDS = 120.0  # for a worker to open the driver and a device: seconds, on a machine with many
 _log = logging.getLogger("comfy_zerocopy")
+
+Until = Callable[[str, float], Any]  # until(kind, deadline): the session's next event of that kind, None at the deadline (time.monotonic)
 
 
 class Stuck(Exception):
     """A check did not end, or ended the worker: the session is of no more use, and the rung is demoted."""
 
 
-class Pools:
-    """One session's pools: offered, proved, or why not."""
+class Verdicts:
+    """By ordinal: "" where a check held, else why the rung is not used."""
 
-    def __init__(self, name: str, demoted: dict[int, str]) -> None:
-        self.name = name
-        self.demoted = demoted  # ordinal: what a check that ended an earlier process of this worker showed
-        self.verdicts: dict[int, str] = {}  # ordinal: "" or why the rung is not used
+    def __init__(self) -> None:
+        self.pools: dict[int, str] = {}
         self.windows: dict[int, str] = {}
+
+    def status(self) -> dict[str, dict[int, str]]:
+        return {name: {k: v or "proved" for k, v in found.items()} for name, found in (("pools", self.pools), ("windows", self.windows))}
+
+
+class Pools(Verdicts):
+    """One session's pools: offered, proved, or why not.
+
+    demoted: what checks that ended earlier processes of this worker showed; it is not tried again, and grows here."""
+
+    def __init__(self, name: str, demoted: Verdicts) -> None:
+        super().__init__()
+        self.name, self.demoted = name, demoted
+        self.pools.update(demoted.pools)
+        self.windows.update(demoted.windows)
+        self.unfinished = False  # an answer is still to come, for which nobody waits: the session cannot go on
+        self.killed = False  # by its user: what happens then shows nothing
         self._index: dict[int, int] = {}
 
-    def open(self, parent: Any, pool: Any, until: Callable[[str, float | None], Any]) -> tuple[int | None, str]:
-        """The pool's index in the session, offered and proved on first use; or None and why the worker cannot use it.
-
-        until(kind, deadline): the session's next event of that kind, None at the deadline (time.monotonic)."""
+    def open(self, parent: Any, pool: Any, until: Until) -> tuple[int | None, str]:
+        """The pool's index in the session, offered and proved on first use; or None and why the worker cannot use it."""
         ordinal = pool.ordinal
-        why = self.demoted.get(ordinal) or self.verdicts.get(ordinal)
-        if why:
-            return None, why
-        if why == "":
-            return self._index[ordinal], ""
-        index, accepted = parent.offer(pool)
-        if accepted is None:
-            _, _, refused, reason = until("pool", None)
-            why = reason if refused else ""
-        if not why:
-            why = self._check(parent, index, ordinal, zcx().PROVE_POOL, "sharing", until)
-        self._index[ordinal] = index
-        self.verdicts[ordinal] = why
-        if why:
-            _log.warning("comfy_zerocopy: worker %s shares no memory of cuda:%d: %s", self.name, ordinal, why)
-        return (None, why) if why else (index, "")
+        if ordinal not in self.pools:
+            refused = self._offer(parent, pool, until)
+            why = refused or self._check(parent, ordinal, zcx().PROVE_POOL, self.demoted.pools, until)
+            if refused or not why or _shows_something(why):  # an offer can be made only once
+                self.pools[ordinal] = why
+            if why:
+                _log.warning("comfy_zerocopy: worker %s shares no memory of cuda:%d: %s", self.name, ordinal, why)
+                return None, why
+        why = self.pools[ordinal]
+        return (None, why) if why else (self._index[ordinal], "")
 
-    def open_windows(self, parent: Any, pool: Any, until: Callable[[str, float | None], Any]) -> str:
+    def open_windows(self, parent: Any, pool: Any, until: Until) -> str:
         """ "" once allocations above the limit may cross in windows, else why not. The pool is open."""
         ordinal = pool.ordinal
         if ordinal not in self.windows:
-            why = sacrifice(pool)
-            if not why:
-                why = self._check(parent, self._index[ordinal], ordinal, zcx().PROVE_WINDOWS, "windows", until)
-            self.windows[ordinal] = why
+            why = sacrifice(pool) or self.check_windows(parent, pool, until)
+            if not why or _shows_something(why):
+                self.windows[ordinal] = why
             if why:
                 _log.warning("comfy_zerocopy: worker %s: no tensor above the driver's limit is shared on cuda:%d: %s", self.name, ordinal, why)
+                return why
         return self.windows[ordinal]
 
-    def _check(self, parent: Any, index: int, ordinal: int, step: int, what: str, until: Callable[[str, float | None], Any]) -> str:
-        z = zcx()
+    def check_windows(self, parent: Any, pool: Any, until: Until) -> str:
+        """The check alone, in this very worker."""
+        return self._check(parent, pool.ordinal, zcx().PROVE_WINDOWS, self.demoted.windows, until)
+
+    def _offer(self, parent: Any, pool: Any, until: Until) -> str:
         try:
-            parent.prove(index, step)
-        except z.Failure as failure:
+            index, accepted = parent.offer(pool)
+        except zcx().Failure as failure:
             if parent.state == "broken":
                 raise
-            return f"the start-up check of {what} cannot run: {failure}"
+            return f"it cannot be offered: {failure}"
+        self._index[pool.ordinal] = index
+        if accepted is None:
+            refused, reason = self._await("pool", OPEN_SECONDS, "opening the GPU", pool.ordinal, self.demoted.pools, until)
+            return reason if refused else ""
+        return "" if accepted else "the worker refused it"
+
+    def _check(self, parent: Any, ordinal: int, step: int, demoted: dict[int, str], until: Until) -> str:
+        what = "the start-up check of " + ("windows" if step == zcx().PROVE_WINDOWS else "sharing")
         try:
-            event = until("proved", time.monotonic() + SECONDS)
-        except z.Failure as failure:
-            self.demoted[ordinal] = f"the start-up check of {what} ended the worker: {failure}"
-            raise Stuck(self.demoted[ordinal]) from None
-        if event is None:
-            self.demoted[ordinal] = f"the start-up check of {what} did not end within {SECONDS:.0f} s"
-            raise Stuck(self.demoted[ordinal])
-        return f"the start-up check of {what} failed: {event[3]}" if event[2] else ""
+            parent.prove(self._index[ordinal], step)
+        except zcx().Failure as failure:
+            if parent.state == "broken":
+                raise
+            return f"{what} failed: {failure}"
+        failed, reason = self._await("proved", SECONDS, what, ordinal, demoted, until)
+        return f"{what} failed: {reason}" if failed else ""
+
+    def _await(self, kind: str, seconds: float, what: str, ordinal: int, demoted: dict[int, str], until: Until) -> tuple[bool, str]:
+        self.unfinished = True
+        try:
+            event = until(kind, time.monotonic() + seconds)
+        except zcx().Failure:
+            if self.killed:
+                raise
+            why = f"{what} ended the worker"
+        else:
+            if event is not None:
+                self.unfinished = False
+                return bool(event[2]), event[3]
+            why = f"{what} did not end within {seconds:g} s"
+        demoted[ordinal] = why
+        _log.warning("comfy_zerocopy: worker %s, cuda:%d: %s", self.name, ordinal, why)
+        raise Stuck(why)
+
+
+def _shows_something(why: str) -> bool:
+    return "CUDA_ERROR_OUT_OF_MEMORY" not in why and "gate slot" not in why
+
+
+def ending(known: dict[str, Any]) -> str:
+    """How a process ended, from Process.describe()."""
+    if known["signal"] is None:
+        return f"ended with exit status {known['exit_status']}"
+    try:
+        return f"was ended by {signal.Signals(known['signal']).name}"
+    except ValueError:
+        return f"was ended by signal {known['signal']}"
 
 
 _tried: dict[int, str] = {}
@@ -98,9 +153,12 @@ _trying = threading.Lock()
 def sacrifice(pool: Any) -> str:
     """ "" if a throw-away process imported small windows of this pool and lived; else what became of it. Once per device."""
     with _trying:
-        if pool.ordinal not in _tried:
-            _tried[pool.ordinal] = _try(pool)
-        return _tried[pool.ordinal]
+        why = _tried.get(pool.ordinal)
+        if why is None:
+            why = _try(pool)
+            if not why or _shows_something(why):
+                _tried[pool.ordinal] = why
+        return why
 
 
 def _try(pool: Any) -> str:
@@ -108,8 +166,18 @@ def _try(pool: Any) -> str:
     from .parent import Worker
 
     # Any module will do: nothing of it is called.
-    with Worker("comfy_zerocopy.array", name="windows check", timeout=SECONDS) as w:
+    with Worker("comfy_zerocopy.array", name="windows check") as w:
         try:
             return w._prove_windows(pool)
-        except Error as error:
-            return f"a process that tried it ended: {str(error).splitlines()[0]}"
+        except (Error, zcx().Failure) as error:
+            return f"a process that was to try it failed: {str(error).splitlines()[0]}"
+
+
+def _forked() -> None:
+    # Another thread may have held the lock.
+    global _trying
+    _trying = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where this file is imported to say that workers do not run
+    os.register_at_fork(after_in_child=_forked)
