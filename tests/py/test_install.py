@@ -42,6 +42,7 @@ def case(run: Run):
 
 def test_swap_waits_for_torch(case) -> None:
     case("""
+from comfy_zerocopy._install import LIMIT
 s = zcx.install("swap")
 assert (s.mode, s.state, s.source) == ("swap", "armed", "argument"), s
 assert fake_zcx.calls == [] and "torch" not in sys.modules and len(hooks()) == 1
@@ -51,10 +52,10 @@ import torch
 assert fake_zcx.seen == {"CUDA_VISIBLE_DEVICES": "3"}
 assert fake_zcx.calls == ["driver", "Pool(0)", "make_current(0)"], fake_zcx.calls
 assert hooks() == [] and "exec_module" not in vars(torch.__loader__)
-assert len(lines()) == 2 and "mode swap on cuda:0 Fake 0" in lines()[1] and "4096 MiB" in lines()[1], lines()
+assert len(lines()) == 2 and "mode swap on cuda:0 Fake 0" in lines()[1] and LIMIT in lines()[1], lines()
 s = zcx.status()
-assert (s.state, s.reason, s.driver, s.limit) == ("on", "", "13.0", "4096 MiB")
-assert s.devices[0]["name"] == "Fake 0" and s.rungs["pool"] == "inputs and results up to 4096 MiB"
+assert (s.state, s.reason, s.driver, s.limit) == ("on", "", "13.0", LIMIT)
+assert s.devices[0]["name"] == "Fake 0" and s.rungs["pool"] == f"inputs and results of {LIMIT}"
 """)
 
 
@@ -89,11 +90,11 @@ assert fake_zcx.calls == [] and zcx.status().state == "off"
 
 def test_results_mode_is_current_only_around_results(case) -> None:
     case("""
-from comfy_zerocopy._install import pool_for, results_pool
+from comfy_zerocopy._install import LIMIT, pool_for, results_pool
 assert zcx.install("results").state == "armed" and pool_for(0) is None
 import torch
 assert fake_zcx.calls == ["driver"] and fake_zcx.current == {}
-assert zcx.status().rungs["pool"] == "results up to 4096 MiB"
+assert zcx.status().rungs["pool"] == f"results of {LIMIT}"
 pool = pool_for(0)
 assert pool is pool_for(0) and fake_zcx.calls == ["driver", "Pool(0)"] and not pool.is_current()
 with results_pool(0) as got:

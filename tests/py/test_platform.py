@@ -105,7 +105,7 @@ def test_extension_of_another_copy(run: Run, bare: pathlib.Path) -> None:
     assert "not built" in out
 
 
-@pytest.mark.parametrize("prelude", ["import sys; sys.platform = 'win32'", "import sys; sys.modules['comfy_zerocopy._zcx'] = None"])
+@pytest.mark.parametrize("prelude", ["import shutil, sys; sys.platform = 'win32'", "import sys; sys.modules['comfy_zerocopy._zcx'] = None"])
 def test_worker_says_that_it_cannot_be(run: Run, prelude: str) -> None:
     run(prelude + """
 import comfy_zerocopy as zcx

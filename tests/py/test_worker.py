@@ -684,7 +684,8 @@ def test_output_becomes_log_records(start, caplog):
 def spawn(code: str, **env: str) -> subprocess.Popen[str]:
     """A parent of its own, which is not waited for."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ZCX_", "COMFY_ZEROCOPY"))}
-    return subprocess.Popen([sys.executable, "-c", f"import comfy_zerocopy as zcx, os, sys\nw = zcx.Worker({str(WORKERS / 'plain.py')!r}, timeout=40)\n" + code],
+    quiet = "ignore:This process:DeprecationWarning"  # 3.12 and later warn of a fork beside threads
+    return subprocess.Popen([sys.executable, "-W", quiet, "-c", f"import comfy_zerocopy as zcx, os, sys\nw = zcx.Worker({str(WORKERS / 'plain.py')!r}, timeout=40)\n" + code],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**clean, **env})
 
 
