@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import collections
 import concurrent.futures
+import contextlib
+import itertools
 import logging
 import os
 import pathlib
@@ -17,7 +19,7 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from . import __version__, _install, _native, canary, config, process, tensor, tree
@@ -39,6 +41,7 @@ from .errors import (
 
 _log = logging.getLogger("comfy_zerocopy")
 _GRACE = 5.0  # seconds that a worker gets to stop after a cancel, before it is replaced
+_KEPT_POLL = 0.2  # seconds between looks for the release of what an idle worker keeps
 _BYE = 5.0  # seconds that a worker gets to end by itself
 
 #: Names of the rungs, best first: what a report calls them.
@@ -109,6 +112,7 @@ class _Session:
 
     def __init__(self, owner: Worker) -> None:
         self.busy = threading.Lock()  # held by the thread that drives the session; the keeper releases nothing under it
+        self.watching = False
         self.handles: tree.Handles | None = None
         self.parent: Any = None
         self.pools = canary.Pools(owner.name, owner._demoted)
@@ -128,6 +132,36 @@ class _Session:
     def usable(self) -> bool:
         parent = self.parent
         return not self.process.exited.is_set() and parent is not None and parent.state == "idle" and not self.pools.unfinished
+
+    def watch_kept(self) -> None:
+        """While the worker keeps buffers after a call, hear of their release also when nobody calls it. After each call."""
+        if not self.watching and self.parent.stats()["kept"]:
+            self.watching = True
+            process.keeper().do(lambda: process.keeper().later(_KEPT_POLL, self._look_idle))
+
+    def _look_idle(self) -> None:
+        """Keeper's thread. A caller that drives the session hears of it itself."""
+        parent = self.parent
+        if parent is None or self.process.exited.is_set():
+            return
+        if self.busy.acquire(blocking=False):
+            try:
+                if parent.state == "idle":
+                    parent.run(time.monotonic_ns(), self._on_idle)
+            except _native.zcx().Failure as failure:
+                _log.warning("comfy_zerocopy: worker %s: %s", self.process.name, failure)
+                self.process.kill()
+                return
+            finally:
+                self.busy.release()
+        if parent.stats()["kept"]:
+            process.keeper().later(_KEPT_POLL, self._look_idle)
+        else:
+            self.watching = False
+
+    def _on_idle(self, event: tuple[Any, ...]) -> None:
+        if event[0] == "handle_drop" and self.handles is not None:
+            self.handles.forget(event[1])
 
     def _gone(self) -> None:
         """Keeper's thread: nothing can touch what was lent any more. A caller that still drives the session leaves first."""
@@ -282,6 +316,22 @@ class Worker:
                 self._queue = _Queue(self)
             return self._queue.put(function, args, kwargs, timeout, tensor.current_streams())
 
+    @contextlib.contextmanager
+    def lease(self, tensor: Any) -> Iterator[None]:
+        """While it is open, the tensor (or a tree of them) stays imported in the worker, so that the calls in it import nothing
+        anew, and the memory is this process's to keep. It ends with the worker: a worker that died holds no lease.
+
+        Raises what call() raises when the lease begins; its end raises nothing."""
+        number = next(_numbers)
+        self.call("zcx.lease", number, tensor)
+        session = self._session
+        try:
+            yield
+        finally:
+            if self._session is session and not self._closed:
+                with contextlib.suppress(Error):  # it died: then the lease is over too
+                    self.call("zcx.unlease", number)
+
     def _call(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None, streams: dict[int, Any],
               running: _Running | None) -> Any:
         if not isinstance(function, str):
@@ -374,6 +424,7 @@ def _ns(deadline: float | None) -> int | None:
     return None if deadline is None else int(deadline * 1e9)
 
 
+_numbers = itertools.count(1)  # of leases
 _all: set[_Session] = set()
 _all_lock = threading.Lock()
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -462,9 +513,13 @@ class _Call:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         encoder = tree.Encoder((self.function, args, kwargs), "call", self.session.handles)
-        first = encoder.collect()
-        with self.session.busy:
-            return self._run(encoder, first)
+        try:
+            first = encoder.collect()
+            with self.session.busy:
+                return self._run(encoder, first)
+        finally:
+            if not self.sent:
+                encoder.abandon()
 
     def _run(self, encoder: tree.Encoder, first: bytes) -> Any:
         try:
@@ -483,6 +538,8 @@ class _Call:
             self.owner.last_report = Report(tuple(self.transfers))
             if self.parent.state == "broken":
                 self.session.process.kill()
+            else:
+                self.session.watch_kept()
 
     def _attempt(self, encoder: tree.Encoder, first: bytes) -> tuple[Any, ...] | None:
         """Lend, send, wait. None: the worker refused a buffer, and another rung is to be tried."""

@@ -50,6 +50,18 @@ def expose(function: _F) -> _F:
     return function
 
 
+_leased: dict[int, Any] = {}
+
+
+def _lease(number: int, held: Any) -> None:
+    """Hold the parent's tensors from one call to the next: what stays referenced stays imported."""
+    _leased[number] = held
+
+
+_exposed["zcx.lease"] = _lease  # no Python function has such a name
+_exposed["zcx.unlease"] = lambda number: _leased.pop(number, None) and None
+
+
 def cancelled() -> bool:
     """Was the call that runs now cancelled? For loops in threads, which the exception does not reach. Any thread."""
     return _here is not None and _here.is_cancelled()
@@ -220,7 +232,7 @@ class _Worker:
         name, args, kwargs = tree.decode(data, self._view, self.handles, {"zcx.to_device": self._to_device})
         function = _exposed.get(name)
         if function is None:
-            known = ", ".join(sorted(_exposed)) or "none"
+            known = ", ".join(sorted(n for n in _exposed if "." not in n)) or "none"
             raise Error(f"this worker exposes no function {name!r} (exposed: {known}): decorate it with @expose")
         try:
             self.running = True
@@ -265,6 +277,13 @@ class _Worker:
     def _encode(self, value: Any, kept: list[Any]) -> bytes:
         notes: dict[int, str] = {}  # result id: why it was copied
         encoder = tree.Encoder((value, notes), "result", self.handles)
+        try:
+            return self._placed(encoder, kept, notes)
+        except BaseException:
+            encoder.abandon()
+            raise
+
+    def _placed(self, encoder: tree.Encoder, kept: list[Any], notes: dict[int, str]) -> bytes:
         first = encoder.collect()
         kept.extend(encoder.remote)
         if not encoder.looks:
