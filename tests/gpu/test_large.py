@@ -150,3 +150,17 @@ def test_every_size_around_the_limit(worker):
             assert worker.call("part_sums", x) == sums(x), (offset, nbytes)
             shared(worker, "input")
             del x
+
+
+def test_what_crosses_the_end_of_a_window(monkeypatch):
+    """Windows of 128 MiB: kernels cross their ends, the driver's own copies do not and say so, and ours are cut there."""
+    monkeypatch.setenv("ZCX_CHUNK_LIMIT", "4")
+    with zcx.Worker(__file__.replace("test_large.py", "worker_torch.py"), name="seams") as w:
+        x = torch.randint(0, 256, (300 * MIB,), dtype=torch.uint8, device="cuda")
+        assert w.call("part_sums", x) == sums(x)
+        shared(w, "input")
+        got = w.call("own", x)  # a tensor of the worker's own, copied into one that was imported in windows
+        assert torch.equal(got, x + 1)
+        with pytest.raises(zcx.RemoteError, match="invalid argument"):
+            w.call("cloned", x)
+        assert w.call("part_sums", x) == sums(x)  # the refusal harmed nothing

@@ -128,3 +128,9 @@ def filled_parts(nbytes, seed):
     for i, part in enumerate(out.split(PART)):
         part.random_(0, 256, generator=generator.manual_seed(seed + i))
     return out
+
+
+@expose
+def cloned(x):
+    """A copy by the driver, not by a kernel."""
+    return x.clone()
