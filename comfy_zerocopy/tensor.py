@@ -159,6 +159,8 @@ def itemsize_of(dtype: str) -> int:
 def numpy_dtype(dtype: str) -> Any:
     np = need("numpy", f"an array of {dtype}")
     if not dtype.startswith("np:"):
+        if dtype not in DTYPES:
+            raise Unfit(f"dtype {dtype!r} is not known here")
         if DTYPES[dtype].kind is None:
             raise Unfit(f"numpy has no {dtype}: this tensor needs torch in this environment")
         return np.dtype(dtype)

@@ -179,6 +179,7 @@ class Encoder:
         self._tree, self._root, self._handles = tree, root, handles
         self._answers: dict[int, Any] = {}
         self._kept: list[Any] = []  # so that no id() in _answers is used again while the tree is written
+        self._numbers: list[int] = []  # of the handles that this tree gives away
         self.remote: list[RemoteHandle] = []  # must outlive the message that names them: dropping one tells its owner
         self._first: dict[int, int] = {}  # id of a tensor object: its index among the looks
         self.looks: list[tensor.Look] = []
@@ -196,6 +197,13 @@ class Encoder:
         self._written.clear()
         self._count = 0
         return self._run(self._write) if self.looks else self._run(self._collect)
+
+    def abandon(self) -> None:
+        """The tree is not sent: nobody will drop the handles in it."""
+        for number in self._numbers:
+            assert self._handles is not None
+            self._handles.forget(number)
+        self._numbers.clear()
 
     def _run(self, hook: Callable[[Any], Any]) -> bytes:
         try:
@@ -268,7 +276,7 @@ class Encoder:
         np = tensor.loaded("numpy")
         if np is not None:
             if isinstance(o, np.generic) and not o.dtype.hasobject:
-                return "np.scalar", (o.dtype.str, o.tobytes())
+                return self._scalar(np.asarray(o))
             if isinstance(o, np.dtype):
                 try:
                     return "np.dtype", tensor._numpy_name(o)
@@ -279,11 +287,19 @@ class Encoder:
                 return why
         return None
 
+    def _scalar(self, a: Any) -> Any:
+        """A numpy scalar as the array of no dimensions that it is: numpy gives an empty string a width there."""
+        try:
+            return "np.scalar", (tensor._numpy_name(a.dtype), a.tobytes())
+        except tensor.Unfit as unfit:
+            return str(unfit)
+
     def _handle(self, o: Any) -> Any:
         if self._handles is None:
             return "a handle cannot stand here"
         if type(o) is handle:
             number = self._handles.keep(o.object)
+            self._numbers.append(number)
             return "zcx.handle", (self._handles.side, number, type(o.object).__qualname__)
         table = o._table()
         if table is None or not table.open:
@@ -339,7 +355,7 @@ def _extension(tag: str, payload: Any, handles: Handles | None) -> Any:
         return tensor.need("torch", "a torch.device").device(kind, index)
     if tag == "np.scalar":
         name, data = payload
-        made = tensor.numpy_dtype("np:" + name)
+        made = tensor.numpy_dtype(name)
         return tensor.need("numpy", "a numpy scalar").frombuffer(data, made)[0]
     if tag == "np.dtype":
         return tensor.numpy_dtype(payload)

@@ -64,6 +64,8 @@ struct zcx_worker {
     int has_msg;
     pthread_mutex_t rpc;         /* one ALLOC at a time, and none across the end of a call */
     uint64_t request;
+    uint64_t *dropped;           /* handles that the parent let go of while an answer was awaited: next() tells of them */
+    size_t ndropped, cdropped;
     pthread_mutex_t lock;        /* over the imports */
     struct zcx_import *imports;
 };
@@ -99,6 +101,7 @@ void zcx_worker_free(struct zcx_worker *w) {
     if (w->has_msg) zcx_msg_free(&w->msg);
     zcx_sock_close(&w->sock);
     close(w->kick);
+    free(w->dropped);
     while (w->segments) {
         struct segment *s = w->segments;
         w->segments = s->next;
@@ -687,6 +690,10 @@ static int gpu_fault(struct zcx_worker *w, int r, struct zcx_err *err) {
 
 int zcx_worker_next(struct zcx_worker *w, struct zcx_work *work, struct zcx_err *err) {
     int64_t spin_until = zcx_now() + PACKET_SPIN_NS;
+    if (w->ndropped) {
+        *work = (struct zcx_work){.kind = ZCX_WORK_HANDLE_DROP, .handle = w->dropped[--w->ndropped]};
+        return 0;
+    }
     for (;;) {
         int pending, r = sweep(w, err);
         if (!r) r = watch(w, &pending, err);
@@ -718,6 +725,18 @@ int zcx_worker_next(struct zcx_worker *w, struct zcx_work *work, struct zcx_err 
 
 /* ---- results ---- */
 
+static int hold_drop(struct zcx_worker *w, uint64_t handle, struct zcx_err *err) {
+    if (w->ndropped == w->cdropped) {
+        size_t want = w->cdropped ? 2 * w->cdropped : 16;
+        uint64_t *p = realloc(w->dropped, want * sizeof *p);
+        if (!p) return zcx_fail(err, ENOMEM, "no memory for a handle's number");
+        w->dropped = p;
+        w->cdropped = want;
+    }
+    w->dropped[w->ndropped++] = handle;
+    return 0;
+}
+
 /* The answer to request `want`; earlier ones that were given up are passed over. 0, 1 refused, 2 a signal. */
 static int await_answer(struct zcx_worker *w, uint64_t want, struct zcx_allocated *out, uint32_t *code, struct zcx_err *err) {
     for (;;) {
@@ -731,7 +750,11 @@ static int await_answer(struct zcx_worker *w, uint64_t want, struct zcx_allocate
         if (r < 0) return r;
         if (r) continue;
         const struct zcx_header *h = &w->msg.header;
-        if (h->type == ZCX_HANDLE_DROP) continue; /* the holder's object lives a little longer: until the session ends */
+        if (h->type == ZCX_HANDLE_DROP) {
+            r = hold_drop(w, h->id, err);
+            if (r) return r;
+            continue;
+        }
         if (h->type != ZCX_ALLOCATED && h->type != ZCX_REFUSED) return zcx_fail(err, ZCX_E_PROTOCOL, "message type %u came instead of an allocation", h->type);
         if (h->id != want) continue;
         if (h->type == ZCX_ALLOCATED) return zcx_allocated_decode(w->msg.body, h->length, out, err);
