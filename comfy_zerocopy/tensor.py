@@ -12,7 +12,8 @@ import sys
 from typing import Any, NamedTuple
 
 from ._native import zcx
-from .array import DTYPES, Array
+from .array import DTYPES, Array, DeviceMemory
+from .errors import Error
 
 TORCH, NUMPY, ARRAY = 1, 2, 3  # _zcx.LIB_*
 CONJ, NEG = 1, 2  # _zcx.VIEW_*
@@ -308,13 +309,37 @@ def as_torch(v: Look) -> Look:
     return v
 
 
+def device_memory(ordinal: int, nbytes: int) -> DeviceMemory:
+    """Memory of a GPU for a process without torch: of its own pool. Unfit where it has none."""
+    from . import _install
+
+    failure = zcx().Failure
+    try:
+        pool = _install.shareable_pool(ordinal)
+        if pool is None:
+            raise Unfit(f"cuda:{ordinal} has no memory pool that this process could use without torch")
+        return DeviceMemory(pool, nbytes)
+    except Error as error:
+        raise Unfit(str(error)) from None
+    except failure as error:
+        if error.cuda == 2:
+            raise MemoryError(str(error)) from None
+        raise
+
+
 def to_device(host: Any, ordinal: int) -> Any:
-    """A GPU copy of a host tensor. Unfit where nothing here can make one."""
-    if type(host) is Array and not host.size:
-        return Array(None, 0, host.shape, host.dtype, None, ordinal)
-    if not hasattr(host, "_version"):
+    """A GPU copy of a host tensor: torch's, else an Array. Unfit where nothing here can make one."""
+    if hasattr(host, "_version"):
+        return host.to(f"cuda:{ordinal}")
+    v = look(host)
+    if v is None or v.dtype not in DTYPES:
         raise Unfit("a GPU tensor that had to cross through host memory, and only torch can upload it here: pass it as a CPU tensor")
-    return host.to(f"cuda:{ordinal}")
+    if v.high == v.low:
+        return Array(None, 0, v.shape, v.dtype, None, ordinal)
+    memory = device_memory(ordinal, v.high - v.low)
+    zcx().device_copy(ordinal, 0, "h", memory.address, v.low, v.high - v.low)
+    zcx().synchronize(ordinal, 0)  # the host's memory may go before the copy is made
+    return Array(memory, memory.address + v.address - v.low, v.shape, v.dtype, v.strides, ordinal)
 
 
 class Group(NamedTuple):

@@ -123,13 +123,16 @@ def _own(lib: int, dtype: str, shape: tuple[int, ...], nbytes: int, device: int 
     if lib == tensor.TORCH and tensor._has("torch"):
         torch = tensor.need("torch", "a tensor")
         return torch.empty(shape, dtype=tensor.torch_dtype(torch, dtype), device="cpu" if device is None else f"cuda:{device}")
+    data: Any
     if device is not None:
-        raise Error("the parent cannot share this GPU's memory, and without torch this process cannot allocate any")
-    data = bytearray(nbytes)
-    import ctypes
+        data = tensor.device_memory(device, nbytes)
+        address = data.address
+    else:
+        data = bytearray(nbytes)
+        import ctypes
 
-    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-    return tensor.Memory(data, address, nbytes, None).build(lib, 0, dtype, shape, contiguous_strides(shape, nbytes // max(1, _count(shape))), 0)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    return tensor.Memory(data, address, nbytes, device).build(lib, 0, dtype, shape, contiguous_strides(shape, nbytes // max(1, _count(shape))), 0)
 
 
 def _count(shape: tuple[int, ...]) -> int:
