@@ -184,7 +184,12 @@ struct zcx_parent {
     struct zcx_files *files;
     struct zcx_gate *gate;
     struct zcx_shm *results;
-    struct { struct zcx_pool *pool; int accepted; enum zcx_windows_use windows; } pools[ZCX_MAX_DEVICES];
+    struct {
+        struct zcx_pool *pool;
+        int accepted;
+        enum zcx_windows_use windows;
+        zcu_ptr doubted[ZCX_PROVE_WINDOWS]; /* memory of checks that failed although DONE was seen, by step */
+    } pools[ZCX_MAX_DEVICES];
     unsigned npools;
     struct proof proof;
     char proof_reason[256];         /* of the last one: events borrow it */
@@ -468,8 +473,8 @@ static int read_marks(struct zcx_parent *p, struct zcx_err *err) {
     return r;
 }
 
-/* Memory that the worker may still write to is only given back when its DONE was seen, or when it is gone; and on the stream
- * that wrote our own marks, which may not all be written yet when a worker dies early. */
+/* Memory that the worker may still write to is only given back when its DONE was seen and can be believed, or when it is gone;
+ * and on the stream that wrote our own marks, which may not all be written yet when a worker dies early. */
 static void end_proof(struct zcx_parent *p) {
     struct proof *f = &p->proof;
     struct zcx_scope scope;
@@ -519,7 +524,11 @@ static int proof_seen(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err
     if (!f->failed) {
         r = read_marks(p, &why);
         f->failed = r != 0;
-        if (r) snprintf(f->reason, sizeof f->reason, "what the worker wrote did not arrive: %.180s", why.cuda ? zcx_driver_error_name(why.cuda) : why.text);
+        if (r) {
+            snprintf(f->reason, sizeof f->reason, "what the worker wrote did not arrive: %.180s", why.cuda ? zcx_driver_error_name(why.cuda) : why.text);
+            p->pools[f->gate.pool].doubted[f->step - 1] = f->memory; /* DONE came too early: the worker may write there yet */
+            f->memory = 0;
+        }
     }
     if (f->step == ZCX_PROVE_WINDOWS) p->pools[f->gate.pool].windows = f->failed ? ZCX_WINDOWS_NO : ZCX_WINDOWS_YES;
     ev->kind = ZCX_EV_PROVED;
@@ -1125,6 +1134,11 @@ void zcx_parent_gone(struct zcx_parent *p) {
     for (unsigned i = 0; i < p->ngates; i++) drop_gate(p, &p->gates[i]);
     p->ngates = 0;
     if (p->proof.step) end_proof(p);
+    for (unsigned i = 0; i < p->npools; i++)
+        for (unsigned k = 0; k < ZCX_PROVE_WINDOWS; k++) {
+            if (p->pools[i].doubted[k]) zcx_pool_free(p->pools[i].pool, p->pools[i].doubted[k], NULL, NULL);
+            p->pools[i].doubted[k] = 0;
+        }
     if (p->has_msg) zcx_msg_free(&p->msg);
     p->has_msg = 0;
     /* The descriptors stay until zcx_parent_free: another thread may be about to send CANCEL, and a number that was closed

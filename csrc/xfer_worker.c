@@ -298,11 +298,15 @@ static int take_proof(struct zcx_worker *w, struct zcx_err *err) {
                        why.cuda ? zcx_driver_error_name(why.cuda) : "", why.cuda ? ", " : "", why.text);
     r = join_context(scope.d, d, err); /* windows of an import that failed half way are given up on another stream */
     if (!r) r = zcx_gate_post(w->gate, d->ordinal, m.gate.done_slot, m.gate.done, d->gate_stream, err);
-    zcx_scope_close(&scope);
-    if (r) return r;
+    if (r) goto close_scope;
     struct zcx_proved proved = {.pool = m.buffer.pool, .failed = seen != 0, .step = m.step, .reason = zcx_text_of(reason)};
     long n = zcx_proved_encode(&proved, body, sizeof body, err);
-    return n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = ZCX_PROVED}, body, (size_t)n, NULL, 0, err);
+    r = n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = ZCX_PROVED}, body, (size_t)n, NULL, 0, err);
+    /* A check that faulted is this worker's end, at once: nobody would look at this stream again, and DONE would never come. */
+    if (!r) r = zcx_cu(err, "cuStreamSynchronize", scope.d->StreamSynchronize(d->gate_stream));
+close_scope:
+    zcx_scope_close(&scope);
+    return r;
 }
 
 /* Messages that may come at any time and are dealt with here. 1: it was one of them. */

@@ -221,6 +221,7 @@ zcu_result sim_reach(zcu_ptr p, uint64_t n, int device) {
     if (!pool || pool->access[device] != ZCU_MEM_ACCESS_FLAGS_PROT_READWRITE) return ZCU_ERROR_INVALID_VALUE;
     uint64_t offset = p - (zcu_ptr)pool->base;
     if (n > pool->chunks * SIM_CHUNK - offset) return ZCU_ERROR_INVALID_VALUE;
+    if (pool->imported && sim_pool_import(pool, p) && !sim_pool_covered(pool, offset, n)) return ZCU_ERROR_INVALID_VALUE;
     if (sim_pool_backed(pool, offset, n)) return ZCU_SUCCESS;
     sim_set_fault(ZCU_ERROR_ILLEGAL_ADDRESS, "memory that is not mapped (any more)", p);
     return ZCU_ERROR_ILLEGAL_ADDRESS;

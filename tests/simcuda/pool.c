@@ -195,6 +195,14 @@ struct import *sim_pool_import(struct pool *p, zcu_ptr at) {
     return NULL;
 }
 
+bool sim_pool_covered(struct pool *p, uint64_t offset, uint64_t n) {
+    for (struct import *i = p->imports; i; i = i->next) {
+        uint64_t at = i->offset + i->shift;
+        if (offset >= at && offset - at <= i->size && n <= i->size - (offset - at)) return true;
+    }
+    return false;
+}
+
 /* ---- pools ---- */
 
 struct pool *sim_pool_of(zcu_ptr at) {

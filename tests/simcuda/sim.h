@@ -281,6 +281,7 @@ struct pool *sim_pool_default(int device);
 struct pool *sim_pool_of(zcu_ptr p);          /* whose address space holds it */
 struct segment *sim_pool_segment(struct pool *p, zcu_ptr at); /* the live allocation there */
 struct import *sim_pool_import(struct pool *p, zcu_ptr at);
+bool sim_pool_covered(struct pool *p, uint64_t offset, uint64_t n); /* by one import */
 zcu_result sim_pool_alloc(struct pool *p, uint64_t n, struct stream *s, zcu_ptr *out);
 zcu_result sim_pool_free(struct pool *p, zcu_ptr at, struct stream *s);
 void sim_pool_freed(struct op *op);           /* execution of OP_FREE */
