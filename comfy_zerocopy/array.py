@@ -42,6 +42,23 @@ def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]
     return tuple(reversed(strides))
 
 
+def pieces(owner: Any, address: int, nbytes: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the parts of [address, address + nbytes) that one copy of the driver's can take each. `owner` has the memory: in
+    an import that was made in windows no copy may cross the end of one."""
+    seams = getattr(owner, "seams", None)
+    if seams is None:
+        return [(0, nbytes)]
+    first, step = seams
+    found, at = [], 0
+    while at < nbytes:
+        begin = address - owner.address + at
+        end = first if begin < first else begin + step - (begin - first) % step
+        n = min(end - begin, nbytes - at)
+        found.append((at, n))
+        at += n
+    return found
+
+
 class DeviceMemory:
     """`nbytes` of a GPU's memory, allocated from a `_zcx.Pool` on `stream` and freed on it when the last reference goes."""
 
@@ -164,5 +181,6 @@ class Array:
         if self.device is None:
             z.copy(to, source, self.nbytes)
         else:
-            z.device_copy(self.device, 0, kind, to, source, self.nbytes)
+            for at, n in pieces(self.owner, self.address, self.nbytes):
+                z.device_copy(self.device, 0, kind, to + at, source + at, n)
             z.synchronize(self.device, 0)

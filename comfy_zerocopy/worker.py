@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from . import __version__, tensor, tree
 from ._native import zcx
-from .array import contiguous_strides
+from .array import contiguous_strides, pieces
 from .errors import Cancelled, Error, InputModified, PayloadTooLarge, ResultTooLarge, UnsupportedType
 from .tree import handle, register
 
@@ -341,7 +341,7 @@ class _Worker:
             if g.device is None:
                 zcx().copy(memory.address, g.low, nbytes)
             else:
-                for at, n in pieces(memory.owner, nbytes):
+                for at, n in pieces(memory.owner, memory.address, nbytes):
                     zcx().device_copy(g.device, tensor.current_stream(g.device), "x", memory.address + at, g.low + at, n)
             number = memory.owner.id
             notes[number] = why
@@ -397,18 +397,6 @@ class _Worker:
             elif work[0] == "bye":
                 return
             del work
-
-
-def pieces(owner: Any, nbytes: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the parts of an import's first `nbytes` that the driver's copies can take: none crosses a window's end."""
-    if owner.seams is None:
-        return [(0, nbytes)]
-    end, step = owner.seams
-    found, at = [], 0
-    while at < nbytes:
-        found.append((at, min(end, nbytes) - at))
-        at, end = end, end + step
-    return found
 
 
 def describe(error: BaseException) -> bytes:
