@@ -4,8 +4,8 @@
 #include <string.h>
 
 #define MARK 512u     /* bytes of one mark, all of one value */
-#define REPEATS 16    /* of overwriting 64 MiB: a millisecond or more, far longer than a message and an import take */
-#define PIECE (2ull << 20) /* the granularity of large allocations: one operation of the driver's must not cross a window's end */
+#define REPEATS 64    /* of overwriting 64 MiB: 1 to 5 ms, far longer than a message and an import take */
+#define PIECE (2ull << 20) /* between marks */
 
 /* Where the marks are: both ends, an interior place that no alignment favours, and both sides of wherever a chunk may end,
  * that is every 2 MiB. */
@@ -44,22 +44,34 @@ int zcx_canary_identity(const struct zcx_driver *d, zcu_pool pool, zcu_ptr memor
     return 0;
 }
 
-int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, uint64_t seed, zcu_stream stream, struct zcx_err *err) {
+static int fill(const struct zcx_driver *d, zcu_ptr base, const struct zcx_seams *seams, uint64_t at, uint64_t n, unsigned char byte,
+                zcu_stream stream, struct zcx_err *err) {
     int r = 0;
-    for (int i = 0; i < REPEATS; i++)
-        for (uint64_t at = 0; at < ZCX_CANARY_BYTES && !r; at += PIECE)
-            r = zcx_cu(err, "cuMemsetD8Async", d->MemsetD8Async(base + at, 0xFF, PIECE, stream));
-    for (unsigned i = 0; i < NMARKS && !r; i++)
-        r = zcx_cu(err, "cuMemsetD8Async", d->MemsetD8Async(base + place(i), value(seed, i), MARK, stream));
+    for (uint64_t piece; n && !r; at += piece, n -= piece) {
+        piece = zcx_seams_piece(seams, at, n);
+        r = zcx_cu(err, "cuMemsetD8Async", d->MemsetD8Async(base + at, byte, piece, stream));
+    }
     return r;
 }
 
-int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, uint64_t seed, zcu_stream stream, struct zcx_err *err) {
+int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream,
+                     struct zcx_err *err) {
+    int r = 0;
+    for (int i = 0; i < REPEATS && !r; i++) r = fill(d, base, seams, 0, ZCX_CANARY_BYTES, 0xFF, stream, err);
+    for (unsigned i = 0; i < NMARKS && !r; i++) r = fill(d, base, seams, place(i), MARK, value(seed, i), stream, err);
+    return r;
+}
+
+int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream,
+                     struct zcx_err *err) {
     unsigned char seen[NMARKS][MARK];
     int r = 0;
     memset(seen, 0, sizeof seen);
-    for (unsigned i = 0; i < NMARKS && !r; i++)
-        r = zcx_cu(err, "cuMemcpyDtoHAsync", d->MemcpyDtoHAsync(seen[i], base + place(i), MARK, stream));
+    for (unsigned i = 0; i < NMARKS; i++)
+        for (uint64_t k = 0, piece; k < MARK && !r; k += piece) {
+            piece = zcx_seams_piece(seams, place(i) + k, MARK - k);
+            r = zcx_cu(err, "cuMemcpyDtoHAsync", d->MemcpyDtoHAsync(seen[i] + k, base + place(i) + k, piece, stream));
+        }
     if (!r) r = zcx_cu(err, "cuStreamSynchronize", d->StreamSynchronize(stream));
     if (r) return r;
     for (unsigned i = 0; i < NMARKS; i++)

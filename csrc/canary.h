@@ -8,6 +8,7 @@
 #define ZCX_CANARY_H
 
 #include "driver.h"
+#include "window.h"
 
 #define ZCX_CANARY_BYTES (64ull << 20) /* of the allocation: it touches two chunks at least, and so has a seam */
 
@@ -19,10 +20,11 @@ enum { ZCX_PROVE_POOL = 1 /* import whole, twice, both gates */, ZCX_PROVE_WINDO
  * 0; -ZCX_E_UNFIT: not. `memory`: an allocation of `pool`; two small ones are made and freed on `stream`. */
 int zcx_canary_identity(const struct zcx_driver *d, zcu_pool pool, zcu_ptr memory, zcu_stream stream, struct zcx_err *err);
 
-/* Queue on `stream`: overwrite the whole allocation many times, then write the marks. Asynchronous; the caller's scope is open. */
-int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, uint64_t seed, zcu_stream stream, struct zcx_err *err);
+/* Queue on `stream`: overwrite the whole allocation many times, then write the marks. Asynchronous; the caller's scope is open.
+ * `seams`: of the import that `base` belongs to, which no operation here crosses. */
+int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream, struct zcx_err *err);
 /* Copy the marks from the device and compare. Waits for `stream`: only ever one of the check's own, or of a worker.
  * 0: all there; 1: not, err->text says which. */
-int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, uint64_t seed, zcu_stream stream, struct zcx_err *err);
+int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream, struct zcx_err *err);
 
 #endif

@@ -95,8 +95,8 @@ static PyObject *import_result(PyObject *self, void *closure) {
 static PyObject *import_seams(PyObject *self, void *closure) {
     (void)closure;
     struct zcx_import_info i = info_of(self);
-    if (!i.seam_step) Py_RETURN_NONE;
-    return Py_BuildValue("(KK)", (unsigned long long)i.seam, (unsigned long long)i.seam_step);
+    if (!i.seams.step) Py_RETURN_NONE;
+    return Py_BuildValue("(KK)", (unsigned long long)i.seams.first, (unsigned long long)i.seams.step);
 }
 
 static PyMethodDef import_methods[] = {

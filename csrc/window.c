@@ -58,3 +58,15 @@ void zcx_windows_blob(const struct zcx_windows *w, uint64_t k, const unsigned ch
     memcpy(out + OFFSET_AT, &at, sizeof at);
     memcpy(out + SIZE_AT, &bytes, sizeof bytes);
 }
+
+struct zcx_seams zcx_windows_seams(const unsigned char blob[64], uint64_t alloc_bytes, uint64_t offset, uint32_t chunks) {
+    uint64_t start, step = chunks * ZCX_CHUNK_BYTES;
+    if (!chunks || zcx_blob_fields(blob, alloc_bytes, &start)) return (struct zcx_seams){0, 0};
+    return (struct zcx_seams){step - (start + offset) % step, step};
+}
+
+uint64_t zcx_seams_piece(const struct zcx_seams *s, uint64_t at, uint64_t left) {
+    if (!s->step) return left;
+    uint64_t end = at < s->first ? s->first - at : s->step - (at - s->first) % s->step;
+    return end < left ? end : left;
+}

@@ -40,4 +40,12 @@ void zcx_windows_at(const struct zcx_windows *w, uint64_t k, uint64_t *start, ui
 /* The blob of that window. */
 void zcx_windows_blob(const struct zcx_windows *w, uint64_t k, const unsigned char blob[64], unsigned char out[64]);
 
+/* Where windows of an import end, counted from `offset` bytes behind the allocation's start: first, and then every step. step 0:
+ * imported in one piece. Kernels cross these ends; the driver's own copies and fills do not (CUDA_ERROR_INVALID_VALUE, driver
+ * 580.159.04, tests/gpu/test_large.py): who uses those cuts them there. */
+struct zcx_seams { uint64_t first, step; };
+struct zcx_seams zcx_windows_seams(const unsigned char blob[64], uint64_t alloc_bytes, uint64_t offset, uint32_t chunks);
+/* Bytes from `at` on that one operation may touch: up to `left`, or to the next end. */
+uint64_t zcx_seams_piece(const struct zcx_seams *s, uint64_t at, uint64_t left);
+
 #endif

@@ -197,9 +197,7 @@ struct zcx_import_info {
     int ordinal; /* -1: host */
     void *address;
     int result;
-    /* Imported in windows: one ends `seam` bytes behind the first byte lent, and others every `seam_step`; 0: in one piece.
-     * Kernels cross the ends, the driver's own copies do not (CUDA_ERROR_INVALID_VALUE, driver 580.159.04). */
-    uint64_t seam, seam_step;
+    struct zcx_seams seams; /* from the first byte lent on */
 };
 void zcx_import_info(const struct zcx_import *i, struct zcx_import_info *out);
 int zcx_import_edited(const struct zcx_import *i); /* host input: was the private mapping written to? */

@@ -447,6 +447,8 @@ static struct zcx_gate_ref gate_ref(const struct call_gate *g) {
 
 /* ---- the start-up check ---- */
 
+static const struct zcx_seams whole; /* here the memory is one allocation */
+
 /* The check has a stream of its own, so that nothing of the host's is waited for. */
 static int write_marks(struct zcx_parent *p, uint32_t step, struct zcx_err *err) {
     struct proof *f = &p->proof;
@@ -457,7 +459,7 @@ static int write_marks(struct zcx_parent *p, uint32_t step, struct zcx_err *err)
     r = zcx_cu(err, "cuStreamCreate", scope.d->StreamCreate(&f->gate.stream, ZCU_STREAM_NON_BLOCKING));
     if (!r) r = zcx_pool_alloc(pool, ZCX_CANARY_BYTES, f->gate.stream, &f->memory, err);
     if (!r && step == ZCX_PROVE_POOL) r = zcx_canary_identity(scope.d, zcx_pool_handle(pool), f->memory, f->gate.stream, err);
-    if (!r) r = zcx_canary_write(scope.d, f->memory, f->seed, f->gate.stream, err);
+    if (!r) r = zcx_canary_write(scope.d, f->memory, &whole, f->seed, f->gate.stream, err);
     if (!r) r = post_ready(p, &f->gate, err);
     zcx_scope_close(&scope);
     return r;
@@ -468,7 +470,7 @@ static int read_marks(struct zcx_parent *p, struct zcx_err *err) {
     struct zcx_scope scope;
     int r = zcx_scope_open(&scope, p->proof.gate.ordinal, err);
     if (r) return r;
-    r = zcx_canary_check(scope.d, p->proof.memory, p->proof.seed + 1, p->proof.gate.stream, err);
+    r = zcx_canary_check(scope.d, p->proof.memory, &whole, p->proof.seed + 1, p->proof.gate.stream, err);
     zcx_scope_close(&scope);
     return r;
 }

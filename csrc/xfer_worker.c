@@ -242,17 +242,22 @@ static int take_event(struct zcx_worker *w, struct zcx_err *err) {
 
 /* ---- the start-up check ---- */
 
+static struct zcx_seams seams_of(const struct zcx_export *e) {
+    return zcx_windows_seams(e->blob, e->alloc_bytes, e->offset, e->window);
+}
+
 /* Imported twice, the second time by count: the parent's marks must be seen through both, and still when one was dropped. */
 static int prove_counting(struct device *d, const struct zcx_export *e, uint64_t seed, const struct zcx_driver *driver, struct zcx_err *err) {
+    struct zcx_seams seams = seams_of(e);
     zcu_ptr first, second;
     int r = zcx_pool_map(d->pool, e, &first, err);
     if (r) return r;
     r = zcx_pool_map(d->pool, e, &second, err);
     if (!r) {
-        r = zcx_canary_check(driver, first + e->offset, seed, d->gate_stream, err);
+        r = zcx_canary_check(driver, first + e->offset, &seams, seed, d->gate_stream, err);
         int undone = zcx_pool_unmap(d->pool, e->buffer_id, d->gate_stream, NULL, r ? NULL : err);
         if (!r) r = undone;
-        if (!r) r = zcx_canary_check(driver, second + e->offset, seed, d->gate_stream, err);
+        if (!r) r = zcx_canary_check(driver, second + e->offset, &seams, seed, d->gate_stream, err);
     }
     int undone = zcx_pool_unmap(d->pool, e->buffer_id, d->gate_stream, NULL, r ? NULL : err);
     return r ? r : undone;
@@ -261,12 +266,13 @@ static int prove_counting(struct device *d, const struct zcx_export *e, uint64_t
 /* Imported again after it was given up, as a tensor is that is lent call after call: the marks must be there once more. Marks
  * of our own are written behind slow work; the un-import after them is queued, and must not come before them. */
 static int prove_again(struct device *d, const struct zcx_export *e, uint64_t seed, const struct zcx_driver *driver, struct zcx_err *err) {
+    struct zcx_seams seams = seams_of(e);
     zcu_ptr base;
     int r = zcx_cu(err, "cuStreamSynchronize", driver->StreamSynchronize(d->gate_stream)); /* see await_release */
     if (!r) r = zcx_pool_map(d->pool, e, &base, err);
     if (r) return r;
-    r = zcx_canary_check(driver, base + e->offset, seed, d->gate_stream, err);
-    if (!r) r = zcx_canary_write(driver, base + e->offset, seed + 1, d->gate_stream, err);
+    r = zcx_canary_check(driver, base + e->offset, &seams, seed, d->gate_stream, err);
+    if (!r) r = zcx_canary_write(driver, base + e->offset, &seams, seed + 1, d->gate_stream, err);
     int undone = zcx_pool_unmap(d->pool, e->buffer_id, d->gate_stream, NULL, r ? NULL : err);
     return r ? r : undone;
 }
@@ -437,10 +443,7 @@ int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_
 void zcx_import_info(const struct zcx_import *i, struct zcx_import_info *out) {
     *out = (struct zcx_import_info){.id = i->wire.id, .nbytes = i->wire.nbytes, .seq = i->seq, .ordinal = i->ordinal, .address = i->address,
                                     .result = i->wire.flags & ZCX_BUFFER_RESULT};
-    uint64_t start; /* of the allocation, in its pool */
-    if (i->ordinal < 0 || !i->wire.window || zcx_blob_fields(i->wire.blob, i->wire.alloc_bytes, &start)) return;
-    out->seam_step = i->wire.window * ZCX_CHUNK_BYTES;
-    out->seam = out->seam_step - (start + i->wire.offset) % out->seam_step;
+    if (i->ordinal >= 0) out->seams = zcx_windows_seams(i->wire.blob, i->wire.alloc_bytes, i->wire.offset, i->wire.window);
 }
 
 int zcx_import_edited(const struct zcx_import *i) {

@@ -152,6 +152,28 @@ static void ends_of_u64(void) {
     CHECK(start == last * CHUNK && n == CHUNK - 1);
 }
 
+static void seams_are_where_windows_end(void) {
+    unsigned char blob[64] = {0};
+    uint64_t offset = 7 * CHUNK + 4096, bytes = 10 * CHUNK;
+    memcpy(blob + 24, &offset, 8);
+    memcpy(blob + 32, &bytes, 8);
+    for (uint32_t chunks = 1; chunks <= 4; chunks++)
+        for (uint64_t from = 0; from <= 3 * CHUNK; from += CHUNK / 2 + 512) {
+            struct zcx_windows w = zcx_windows_of(offset, bytes, chunks);
+            struct zcx_seams s = zcx_windows_seams(blob, bytes, from, chunks);
+            for (uint64_t at = 0, piece; at < bytes - from; at += piece) {
+                uint64_t start = 0, length = 0;
+                piece = zcx_seams_piece(&s, at, bytes - from - at);
+                CHECK(piece > 0);
+                for (uint64_t k = 0; from + at >= start + length; k++) zcx_windows_at(&w, k, &start, &length);
+                CHECK(from + at + piece == start + length, "a piece ends where its window does");
+            }
+        }
+    CHECK(zcx_windows_seams(blob, bytes, 0, 0).step == 0 && zcx_windows_seams(blob, bytes + 1, 0, 1).step == 0);
+    struct zcx_seams none = {0, 0};
+    CHECK(zcx_seams_piece(&none, 5, 1000) == 1000);
+}
+
 int main(void) {
     unsetenv("ZCX_CHUNK_LIMIT");
     RUN(limit);
@@ -160,5 +182,6 @@ int main(void) {
     RUN(cuts);
     RUN(counts);
     RUN(ends_of_u64);
+    RUN(seams_are_where_windows_end);
     return 0;
 }
