@@ -144,6 +144,7 @@ static int ready(struct stream *s, int64_t now) {
     case OP_WAIT_SLOT: return __atomic_load_n(&sim_slot(op->slot)->completed, __ATOMIC_ACQUIRE) >= op->ticket ? READY : POLL;
     case OP_RECORD_SLOT: return sim_slot_stuck(op) ? POLL : READY;
     case OP_WAIT_VALUE:
+        if (sim_breaks("wait")) return BLOCKED;
         if (!sim_registered((void *)op->src, 8)) return READY; /* and faults */
         return waited_for(__atomic_load_n((uint64_t *)op->src, __ATOMIC_ACQUIRE), op->value, op->byte) ? READY : POLL;
     case OP_SPIN:

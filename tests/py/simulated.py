@@ -1,0 +1,64 @@
+"""For scripts on the simulated driver: a parent without libraries, and what it sees of a worker."""
+from __future__ import annotations
+
+import logging
+import pathlib
+import re
+import signal
+import threading
+import time
+
+import comfy_zerocopy as zcx
+from comfy_zerocopy import canary
+from comfy_zerocopy._native import zcx as core
+from comfy_zerocopy.array import Array
+
+__all__ = ["CHUNK", "Array", "byte", "canary", "core", "filled", "from_worker", "log", "marked", "re", "shared", "signal", "threading", "time", "worker", "zcx"]
+
+CHUNK = 32 << 20
+log: list[str] = []
+
+
+class _Log(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        log.append(record.getMessage())
+
+
+logging.getLogger("comfy_zerocopy").addHandler(_Log())
+logging.getLogger("comfy_zerocopy").setLevel(logging.INFO)
+
+
+def worker(**options):
+    """A worker of workers/device.py."""
+    return zcx.Worker(pathlib.Path(__file__).parent / "workers" / "device.py", **{"timeout": 40, **options})
+
+
+def byte(x, place):
+    return Array(x.owner, x.address + place, (1,), "uint8", None, x.device)
+
+
+def filled(nbytes, value, device="cuda"):
+    x = zcx.empty((nbytes,), "uint8", device)
+    x.copy_from(bytes([value]) * nbytes)
+    return x
+
+
+def marked(nbytes, places):
+    """Large, but only the pages of its marks exist."""
+    x = zcx.empty((nbytes,), "uint8", "cuda")
+    for place, value in places.items():
+        byte(x, place).copy_from(bytes([value]))
+    return x
+
+
+def shared(w):
+    """Did all that crossed in the last call cross without a copy? Else the reasons."""
+    transfers = w.last_report.transfers
+    assert transfers
+    return True if all(t.rung == "pool" and not t.copied for t in transfers) else "; ".join(t.reason for t in transfers)
+
+
+def from_worker(w, nbytes=5000):
+    """A result's bytes are right; (shared or why not)."""
+    assert w.call("filled", nbytes, 7).tobytes() == b"\7" * nbytes
+    return shared(w)

@@ -1,0 +1,379 @@
+"""The start-up check, on the simulated driver: each thing that it looks at is broken in turn; what speaks for it is demoted, with
+the reason, and nothing else is; the bytes are right all the same. Parents are scripts without torch or numpy."""
+from __future__ import annotations
+
+import pathlib
+import textwrap
+from collections.abc import Callable, Iterator
+
+import pytest
+from conftest import ROOT, Run
+
+import cbuild
+
+HERE = pathlib.Path(__file__).resolve().parent
+Script = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    return str(cbuild.simcuda())
+
+
+@pytest.fixture
+def script(run: Run, library: str, tmp_path: pathlib.Path) -> Iterator[Script]:
+    """script(code, **environment): a parent on the simulated driver. Its processes share a session there."""
+    folder = tmp_path / "simcuda"
+    folder.mkdir()
+
+    def go(code: str, **env: str) -> str:
+        clean = {"ZCX_LIBCUDA": library, "SIMCUDA_DIR": str(folder), "XDG_CACHE_HOME": str(tmp_path / "cache"), **env}
+        return run("from simulated import *\n" + textwrap.dedent(code), path=(ROOT, HERE), env=clean).stdout
+
+    yield go
+
+
+SOUND = {"SIMCUDA_ABORT_ON_RACE": "1"}
+
+
+def test_all_is_proved(script: Script) -> None:
+    """And no access that nothing orders: the simulated driver ends the process that makes one."""
+    script("""
+        with worker() as w:
+            assert w.status()["pools"] == {} and w.status()["windows"] == {}
+            x = filled(100_000, 1)
+            assert w.call("total", x) == 100_000 and shared(w) is True
+            assert w.status()["pools"] == {0: "proved"} and w.status()["windows"] == {}
+            assert from_worker(w) is True
+            assert w.call("total", x) == 100_000 and shared(w) is True
+        assert w.status()["pools"] == {}, "of the process that ran"
+        assert log == [], log
+    """, **SOUND)
+
+
+def test_the_first_meeting_may_be_a_result(script: Script) -> None:
+    """The check runs while the call does, and the worker awaits its ALLOC."""
+    script("""
+        with worker() as w:
+            assert from_worker(w) is True and w.status()["pools"] == {0: "proved"}
+        with worker() as w:
+            x = w.call("marked", 4 * CHUNK, {0: 1, CHUNK: 2, 4 * CHUNK - 1: 3})
+            assert shared(w) is True and w.status()["windows"] == {0: "proved"}
+            assert [byte(x, p).tobytes()[0] for p in (0, CHUNK, 4 * CHUNK - 1)] == [1, 2, 3]
+    """, ZCX_CHUNK_LIMIT="3", **SOUND)
+
+
+def test_with_events_instead_of_counters(script: Script) -> None:
+    script("""
+        with worker() as w:
+            assert w.call("total", filled(100_000, 1)) == 100_000 and shared(w) is True and from_worker(w) is True
+            assert w.status()["pools"] == {0: "proved"}
+    """, SIMCUDA_HIDE="cuStreamWriteValue64,cuStreamWaitValue64", **SOUND)
+
+
+def test_a_worker_for_cpu_tensors_never_opens_the_driver(script: Script) -> None:
+    script("""
+        data = bytearray(b"\\1" * 5_000_000)
+        import ctypes
+        x = Array(data, ctypes.addressof(ctypes.c_char.from_buffer(data)), (len(data),), "uint8")
+        gpu = filled(1000, 1)
+        with worker() as w:
+            assert w.call("total", x) == 5_000_000 and w.call("filled", 1000, 7, None).tobytes() == b"\\7" * 1000
+            assert w.call("driver_is_mapped", x) is False and w.status()["pools"] == {}
+            assert w.call("total", gpu) == 1000
+            assert w.call("driver_is_mapped") is True, "control"
+    """)
+
+
+# ---- what is broken, in one worker ----
+
+IN_THE_WORKER = {
+    "the import fails": ({"SIMCUDA_FAIL": "cuMemPoolImportPointer:1:999+"}, "cuMemPoolImportPointer: CUDA_ERROR_UNKNOWN"),
+    "the import shows other memory": ({"SIMCUDA_BREAK": "import"}, r"byte 0 of the check's memory reads \d+, not \d+"),
+    "a second import shows other memory": ({"SIMCUDA_BREAK": "again"}, r"byte 0 of the check's memory reads \d+, not \d+"),
+    "an un-import comes before its turn": ({"SIMCUDA_BREAK": "unimport"}, "ended the worker"),
+    "DONE comes before the work": ({"SIMCUDA_BREAK": "post", "SIMCUDA_DELAY_US": "2000"}, "what the worker wrote did not arrive: byte"),
+    "the un-import fails": ({"SIMCUDA_FAIL": "cuMemFreeAsync:1:999+"}, "cuMemFreeAsync: CUDA_ERROR_UNKNOWN"),
+    "the pool cannot be opened": ({"SIMCUDA_FAIL": "cuMemPoolImportFromShareableHandle:1:801"},
+                                  "cuMemPoolImportFromShareableHandle: CUDA_ERROR_NOT_SUPPORTED"),
+    "the page cannot be registered": ({"SIMCUDA_FAIL": "cuMemHostRegister:1:801+"}, "cuMemHostRegister: CUDA_ERROR_NOT_SUPPORTED"),
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_WORKER)
+def test_broken_in_a_worker(script: Script, what: str) -> None:
+    environment, expected = IN_THE_WORKER[what]
+    script(f"""
+        expected = {expected!r}
+        x = filled(100_000, 1)
+        with worker(name="broken", env={environment!r}) as w, worker(name="sound") as v:
+            for _ in range(2):
+                assert w.call("total", x) == 100_000
+                assert re.search(expected, shared(w)), shared(w)
+                assert re.search(expected, from_worker(w)), shared(w)
+            assert re.search(expected, w.status()["pools"][0]) and w.status()["windows"] == {{}}, w.status()
+            said = [line for line in log if re.search(expected, line)]
+            assert len(said) == 1 and "broken" in said[0] and "cuda:0" in said[0], log
+            assert v.call("total", x) == 100_000 and shared(v) is True and from_worker(v) is True
+            assert v.status()["pools"] == {{0: "proved"}}
+            assert v.call("total", filled(1000, 3)) == 3000 and w.call("total", filled(1000, 3)) == 3000
+    """)
+
+
+IN_THE_PARENT = {
+    "READY comes before the work": ({"SIMCUDA_BREAK": "post", "SIMCUDA_DELAY_US": "2000"},
+                                    r"sharing failed: byte \d+ of the check's memory reads \d+, not \d+"),
+    "two allocations have one identity": ({"SIMCUDA_BREAK": "identity"}, "two allocations one identity"),
+    "the export fails": ({"SIMCUDA_FAIL": "cuMemPoolExportPointer:1:999+"}, "cuMemPoolExportPointer: CUDA_ERROR_UNKNOWN"),
+    "the page cannot be registered": ({"SIMCUDA_FAIL": "cuMemHostRegister:1:801+"}, "cuMemHostRegister: CUDA_ERROR_NOT_SUPPORTED"),
+    "what the worker wrote cannot be read": ({"SIMCUDA_FAIL": "cuMemcpyDtoHAsync:1:719"}, "what the worker wrote did not arrive"),
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_PARENT)
+def test_broken_in_the_parent(script: Script, what: str) -> None:
+    environment, expected = IN_THE_PARENT[what]
+    script(f"""
+        expected = {expected!r}
+        x = filled(100_000, 1)
+        with worker(env=dict.fromkeys({list(environment)!r})) as w:
+            assert w.call("total", x) == 100_000 and re.search(expected, shared(w)), shared(w)
+            assert re.search(expected, from_worker(w)), shared(w)
+            assert re.search(expected, w.status()["pools"][0]) and w.status()["windows"] == {{}}, w.status()
+            assert len([line for line in log if re.search(expected, line)]) == 1, log
+    """, **environment)
+
+
+def test_memory_of_a_check_that_was_not_let_through_rightly_is_not_reused(script: Script) -> None:
+    """DONE came before the worker's marks: they are still being written, so nobody is given that memory while it lives."""
+    script("""
+        import ctypes
+        count = ctypes.CDLL(__import__("os").environ["ZCX_LIBCUDA"]).simcuda_count
+        x = filled(1000, 1)
+        with worker(env={"SIMCUDA_BREAK": "post", "SIMCUDA_DELAY_US": "2000"}) as w:
+            assert w.call("total", x) == 1000 and "did not arrive" in shared(w)
+            y = filled(2 * CHUNK, 9)
+            w.call("pid")
+            assert count(b"allocations") == 3, "x, y, and what is held back"
+            assert set(y.tobytes()) == {9}
+        deadline = time.monotonic() + 20
+        while count(b"allocations") > 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert count(b"allocations") == 2 and set(y.tobytes()) == {9}
+    """)
+
+
+def test_what_shows_nothing_about_the_driver_is_tried_again(script: Script) -> None:
+    script("""
+        x = filled(1000, 1)
+        with worker() as w:
+            assert w.call("total", x) == 1000 and "CUDA_ERROR_OUT_OF_MEMORY" in shared(w) and w.status()["pools"] == {}
+            assert w.call("total", x) == 1000 and shared(w) is True and w.status()["pools"] == {0: "proved"}
+    """, SIMCUDA_FAIL="cuMemAllocFromPoolAsync:2:2")
+
+
+# ---- windows ----
+
+LARGE = """
+        places = {0: 5, CHUNK - 1: 6, CHUNK: 7, 2 * CHUNK - 1: 8, 2 * CHUNK: 9, 3 * CHUNK - 1: 10, 3 * CHUNK: 11}
+        def read(w, x):
+            got = w.call("bytes_at", x, list(places))
+            assert got == bytes(places.values()), list(got)
+            return shared(w)
+        def made(w):
+            x = w.call("marked", 3 * CHUNK + 1, places)
+            assert bytes(byte(x, p).tobytes()[0] for p in places) == bytes(places.values())
+            return shared(w)
+"""
+
+BROKEN_WINDOWS = {
+    "a part shows other memory": ("part", r"byte \d+ of the check's memory reads \d+, not \d+"),
+    "parts lie apart": ("apart", "did not import window 1 of 2 next to the one before it|did not import window 1 of 3"),
+    "a part kills the importer": ("part-crash", "ended the worker: a process that tried it was ended by SIGSEGV"),
+    "the layout is unknown": ("blob", "lays out what it exports in a way that is not known"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_WINDOWS)
+def test_windows_that_do_not_work_are_not_used(script: Script, what: str) -> None:
+    """A process that nobody needs finds out; no worker dies of it, and what needs no windows is shared as before."""
+    word, expected = BROKEN_WINDOWS[what]
+    script(LARGE + f"""
+        expected = {expected!r}
+        with worker() as w:
+            small = filled(1000, 1)
+            assert w.call("total", small) == 1000 and shared(w) is True
+            pid = w.pid
+            x = marked(3 * CHUNK + 1, places)
+            for _ in range(2):
+                assert re.search(expected, read(w, x)), shared(w)
+                assert re.search("chunks of 32 MiB", shared(w)), "and what it was needed for"
+                assert re.search(expected, made(w)), shared(w)
+            assert w.pid == pid, "no worker dies"
+            assert re.search(expected, w.status()["windows"][0]) and w.status()["pools"] == {{0: "proved"}}, w.status()
+            assert len([line for line in log if re.search(expected, line) and "above the driver's limit" in line]) == 1, log
+            assert w.call("total", small) == 1000 and shared(w) is True and from_worker(w) is True
+        with worker(name="next") as w:  # the device is known by then
+            before = len(log)
+            assert re.search(expected, read(w, x)), shared(w)
+            assert not any("was ended" in line and "worker next" not in line for line in log[before:])
+    """, SIMCUDA_BREAK=word, ZCX_CHUNK_LIMIT="3")
+
+
+def test_windows_broken_in_one_worker(script: Script) -> None:
+    """The sacrificed process was well; the worker's own check is what counts for it."""
+    script(LARGE + """
+        x = marked(3 * CHUNK + 1, places)
+        with worker(env={"SIMCUDA_BREAK": "part"}) as w, worker() as v:
+            assert "check of windows failed: byte" in read(w, x) and "check of windows failed: byte" in made(w)
+            assert w.status()["pools"] == {0: "proved"} and "failed" in w.status()["windows"][0]
+            assert read(v, x) is True and made(v) is True and v.status()["windows"] == {0: "proved"}
+    """, ZCX_CHUNK_LIMIT="3")
+
+
+@pytest.mark.parametrize("first", ["input", "result"])
+def test_a_worker_that_dies_of_windows_is_replaced_and_keeps_the_pool(script: Script, first: str) -> None:
+    script(LARGE + f"""
+        x = marked(3 * CHUNK + 1, places)
+        with worker(env={{"SIMCUDA_BREAK": "part-crash"}}) as w:
+            assert w.call("total", filled(1000, 1)) == 1000 and shared(w) is True
+            pid = w.pid
+            if {first!r} == "result":  # the call had begun: it is lost, and says why
+                try:
+                    made(w)
+                except zcx.WorkerDied as died:
+                    assert "check of windows ended the worker" in str(died) and died.signal == signal.SIGSEGV, (died, died.signal)
+                else:
+                    raise AssertionError(shared(w))
+            assert "check of windows ended the worker" in read(w, x) and w.pid != pid
+            assert "check of windows ended the worker" in made(w)
+            assert "ended the worker" in w.status()["windows"][0] and w.status()["pools"] == {{0: "proved"}}, w.status()
+            assert w.call("total", filled(1000, 1)) == 1000 and shared(w) is True, "exactly that rung"
+    """, ZCX_CHUNK_LIMIT="3")
+
+
+@pytest.mark.parametrize("straddling", [False, True], ids=["aligned", "straddling"])
+@pytest.mark.parametrize("limit", [4, 128])
+def test_sizes_around_the_limit(script: Script, limit: int, straddling: bool) -> None:
+    """None kills the importer, and none is copied; windows are proved only for what needs them."""
+    script(f"""
+        limit, straddling = {limit}, {straddling}
+        if straddling:
+            keep = filled(1000, 1)
+        for n, extra in ((limit - 1, 0), (limit, -1), (limit, 0), (limit, 1), (limit + 1, 0), (2 * limit + 1, 5)):
+            nbytes = n * CHUNK + extra
+            with worker() as w:
+                first = zcx.empty((nbytes,), "uint8", "cuda")
+                begin = first.address % CHUNK
+                assert bool(begin) is straddling
+                borders = [k * CHUNK - begin for k in (1, 2, n - 1, n, n + 1, limit, limit + 1)]
+                places = {{p: 1 + i for i, p in enumerate(sorted({{q for b in (0, *borders, nbytes) for q in (b - 1, b) if 0 <= q < nbytes}}))}}
+                for p, value in places.items():
+                    byte(first, p).copy_from(bytes([value]))
+                assert w.call("bytes_at", first, list(places)) == bytes(places.values()) and shared(w) is True
+                assert w.call("bytes_at", first, list(places)) == bytes(places.values()) and shared(w) is True, "and again"
+                touched = (begin + nbytes - 1) // CHUNK + 1
+                if touched > limit:
+                    assert w.status()["windows"] == {{0: "proved"}}, (n, extra)
+                if nbytes <= (limit - 1) * CHUNK:
+                    assert w.status()["windows"] == {{}}, (n, extra)
+                del first
+                made = w.call("marked", nbytes, places)
+                assert shared(w) is True and bytes(byte(made, p).tobytes()[0] for p in places) == bytes(places.values())
+                del made
+    """, **({"ZCX_CHUNK_LIMIT": str(limit)} if limit < 128 else {}), SIMCUDA_MEMORY="40GiB", **SOUND)
+
+
+def test_whole_copies_across_windows(script: Script) -> None:
+    """Bytes of all of it, through the package's own copies, which end where a window does."""
+    script("""
+        with worker() as w:
+            keep = filled(1000, 1)
+            x = filled(4 * CHUNK, 1)
+            assert w.call("total", x) == 4 * CHUNK and shared(w) is True
+            y = w.call("filled", 4 * CHUNK, 3)
+            assert shared(w) is True and y.tobytes() == b"\\3" * (4 * CHUNK)
+    """, ZCX_CHUNK_LIMIT="3", **SOUND)
+
+
+# ---- checks that do not end ----
+
+HANG = {"SIMCUDA_BREAK": "wait"}
+
+
+def test_a_check_that_never_ends_costs_the_worker_and_not_the_call(script: Script) -> None:
+    script(f"""
+        canary.SECONDS = 1.0
+        x = filled(1000, 1)
+        with worker(env={HANG!r}) as w:
+            pid = w.call("pid")
+            assert w.call("total", x) == 1000 and "check of sharing did not end within 1 s" in shared(w)
+            assert w.call("pid") not in (None, pid), "another process"
+            assert "did not end within 1 s" in w.status()["pools"][0]
+            started = time.monotonic()
+            assert "did not end within 1 s" in from_worker(w) and time.monotonic() - started < 1, "it is not tried again"
+            assert len([line for line in log if "did not end" in line and "cuda:0" in line]) == 1, log
+    """)
+
+
+def test_a_check_that_never_ends_within_a_call(script: Script) -> None:
+    script(f"""
+        canary.SECONDS = 1.0
+        with worker(env={HANG!r}) as w:
+            started = time.monotonic()
+            try:
+                from_worker(w)
+            except zcx.WorkerDied as died:
+                assert "check of sharing did not end within 1 s" in str(died) and "the next one does without" in str(died), died
+            else:
+                raise AssertionError("it got through?")
+            assert time.monotonic() - started < 10
+            assert "did not end" in w.status()["pools"][0]
+            assert "did not end within 1 s" in from_worker(w)
+    """)
+
+
+@pytest.mark.parametrize("first", ["total", "filled"])
+@pytest.mark.parametrize("end", ["timeout", "interrupt", "kill"])
+def test_what_cuts_a_check_short_shows_nothing(script: Script, first: str, end: str) -> None:
+    """The call ends as it was told to; nothing is demoted, and no late answer gets into the next call."""
+    script(f"""
+        first, end = {first!r}, {end!r}
+        x = filled(1000, 1)
+        def call(**options):
+            return w.call("total", x, **options) if first == "total" else sum(w.call("filled", 1000, 1, **options).tobytes())
+        with worker(env={HANG!r}) as w:
+            pid = w.call("pid")
+            if end == "kill":
+                threading.Timer(0.7, w.kill).start()
+            if end == "interrupt":
+                signal.signal(signal.SIGALRM, signal.default_int_handler)
+                signal.setitimer(signal.ITIMER_REAL, 0.7)
+            try:
+                call(timeout=0.7 if end == "timeout" else 30)
+            except {{"timeout": zcx.CallTimeout, "interrupt": KeyboardInterrupt, "kill": zcx.WorkerDied}}[end]:
+                pass
+            else:
+                raise AssertionError("it got through?")
+            assert w.status()["pools"] == {{}}, w.status()
+            assert w.call("pid") != pid
+            canary.SECONDS = 0.5
+            try:
+                assert call() == 1000
+            except zcx.WorkerDied:
+                assert first == "filled"
+                assert call() == 1000
+            assert "did not end within 0.5 s" in w.status()["pools"][0]
+    """)
+
+
+def test_a_worker_that_does_not_open_the_gpu_in_time(script: Script) -> None:
+    script("""
+        canary.OPEN_SECONDS = 1.0
+        x = filled(1000, 1)
+        with worker() as w:
+            w.call("pid")
+            import os
+            os.kill(w.pid, signal.SIGSTOP)  # deep in the driver, for all that one can see
+            assert w.call("total", x) == 1000 and "opening the GPU did not end within 1 s" in shared(w)
+    """)
