@@ -58,6 +58,7 @@ class Pools(Verdicts):
         self.windows.update(demoted.windows)
         self.unfinished = False  # an answer is still to come, for which nobody waits: the session cannot go on
         self.killed = False  # by its user: what happens then shows nothing
+        self.unseen: set[int] = set()  # devices that are not visible to the worker
         self._index: dict[int, int] = {}
 
     def open(self, parent: Any, pool: Any, until: Until) -> tuple[int | None, str]:
@@ -100,6 +101,8 @@ class Pools(Verdicts):
         self._index[pool.ordinal] = index
         if accepted is None:
             refused, reason = self._await("pool", OPEN_SECONDS, "opening the GPU", pool.ordinal, self.demoted.pools, until)
+            if refused == zcx().POOL_UNSEEN:
+                self.unseen.add(pool.ordinal)
             return reason if refused else ""
         return "" if accepted else "the worker refused it"
 
@@ -114,7 +117,7 @@ class Pools(Verdicts):
         failed, reason = self._await("proved", SECONDS, what, ordinal, demoted, until)
         return f"{what} failed: {reason}" if failed else ""
 
-    def _await(self, kind: str, seconds: float, what: str, ordinal: int, demoted: dict[int, str], until: Until) -> tuple[bool, str]:
+    def _await(self, kind: str, seconds: float, what: str, ordinal: int, demoted: dict[int, str], until: Until) -> tuple[int, str]:
         self.unfinished = True
         try:
             event = until(kind, time.monotonic() + seconds)
@@ -125,7 +128,7 @@ class Pools(Verdicts):
         else:
             if event is not None:
                 self.unfinished = False
-                return bool(event[2]), event[3]
+                return event[2], event[3]
             why = f"{what} did not end within {seconds:g} s"
         demoted[ordinal] = why
         _log.warning("comfy_zerocopy: worker %s, cuda:%d: %s", self.name, ordinal, why)

@@ -18,6 +18,7 @@ import pathlib
 import platform
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -575,6 +576,10 @@ class _Call:
             number = None
             if g.device is not None and not why:
                 number, why = self._lend_device(g, owner)
+                if number is None and g.device in self.session.pools.unseen:
+                    raise UnsupportedType(f"this tensor is on cuda:{g.device} (GPU-{uuid.UUID(tree.uuid_of(g.device))}), which worker "
+                                          f"{self.owner.name} cannot use: {why}. Pass it on the CPU, or let the worker see that GPU",
+                                          encoder.place(g.members[0]))
             elif g.device is None and not why:
                 number = self.parent.lend_shared(g.low, g.high - g.low, owner)
                 why = "" if number is not None else "it is ordinary memory of this process"

@@ -198,6 +198,11 @@ class Encoder:
         self._count = 0
         return self._run(self._write) if self.looks else self._run(self._collect)
 
+    def place(self, index: int) -> str:
+        """Where the tensor of a look stands in a call, for a message."""
+        _, args, kwargs = self._tree
+        return find(args, lambda o: o is self.objects[index], "args") or find(kwargs, lambda o: o is self.objects[index], "kwargs")
+
     def abandon(self) -> None:
         """The tree is not sent: nobody will drop the handles in it."""
         for number in self._numbers:

@@ -118,7 +118,7 @@ static int execute(PyObject *module) {
         {"VIEW_CONJ", ZCX_VIEW_CONJ}, {"VIEW_NEG", ZCX_VIEW_NEG}, {"VIEW_PARAMETER", ZCX_VIEW_PARAMETER},
         {"BODY_MAX", ZCX_BODY_MAX}, {"TREE_DEPTH", ZCX_TREE_DEPTH},
         {"NDIM_MAX", ZCX_NDIM_MAX}, {"CHUNK_BYTES", (long)ZCX_CHUNK_BYTES}, {"CHUNK_LIMIT", ZCX_CHUNK_LIMIT},
-        {"PROVE_POOL", ZCX_PROVE_POOL}, {"PROVE_WINDOWS", ZCX_PROVE_WINDOWS}, {"RESULT", ZCX_RESULT}, {"ERROR", ZCX_ERROR}, {"IMPORT_REFUSED", ZCX_IMPORT_REFUSED},
+        {"POOL_UNSEEN", ZCX_POOL_UNSEEN}, {"PROVE_POOL", ZCX_PROVE_POOL}, {"PROVE_WINDOWS", ZCX_PROVE_WINDOWS}, {"RESULT", ZCX_RESULT}, {"ERROR", ZCX_ERROR}, {"IMPORT_REFUSED", ZCX_IMPORT_REFUSED},
     };
     if (add_exception(module, "Failure", "A call into the core failed: code, cuda, call, name, where, and a sentence.", &s->failure) ||
         add_exception(module, "TreeError", "A tree cannot be encoded: args are (path, kind, what).", &s->tree_error))

@@ -373,7 +373,7 @@ int zcx_pool_reply_decode(const unsigned char *body, size_t n, struct zcx_pool_r
     m.index = get16(&r);
     m.refused = get16(&r);
     m.reason = get_text(&r);
-    require(&r, m.refused <= 1, "is neither yes nor no");
+    require(&r, m.refused <= ZCX_POOL_UNSEEN, "is neither yes nor no");
     if ((rc = ended(&r, err))) return rc;
     *out = m;
     return 0;

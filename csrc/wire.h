@@ -80,6 +80,7 @@ enum { ZCX_FEATURE_HOST = 1, ZCX_FEATURE_POOL = 2 };
 struct zcx_gate_page { uint32_t slots, stride; };
 struct zcx_pool_msg { uint16_t index; unsigned char uuid[16]; };
 struct zcx_pool_reply { uint16_t index, refused; struct zcx_text reason; };
+enum { ZCX_POOL_REFUSED = 1, ZCX_POOL_UNSEEN = 2 /* that GPU is not visible there: no rung leads to it */ };
 struct zcx_gate_event { uint16_t pool; uint32_t slot; unsigned char handle[64]; };
 struct zcx_segment { uint64_t size; uint16_t kind; };
 

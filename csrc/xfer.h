@@ -51,7 +51,7 @@ int zcx_parent_hello(struct zcx_parent *p, const char *version, const char *pyth
 enum zcx_event_kind {
     ZCX_EV_STARTED,        /* the worker's target is imported; peer's hello in ev->hello */
     ZCX_EV_FAILED_START,   /* ev->code, ev->tree */
-    ZCX_EV_POOL,           /* answer to zcx_parent_offer: ev->pool, ev->refused, ev->text */
+    ZCX_EV_POOL,           /* answer to zcx_parent_offer: ev->pool, ev->refused (ZCX_POOL_*), ev->text */
     ZCX_EV_PROVED,         /* the check of zcx_parent_prove is over: ev->pool, ev->refused, ev->text */
     ZCX_EV_ALLOC,          /* a device result is asked for: ev->alloc, ev->request. Host results are answered in here */
     ZCX_EV_PROGRESS,       /* ev->progress */

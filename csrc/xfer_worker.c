@@ -174,8 +174,10 @@ static int take_pool(struct zcx_worker *w, struct zcx_err *err) {
     const struct zcx_driver *driver;
     struct zcx_scope scope;
     memcpy(uuid.bytes, m.uuid, sizeof uuid.bytes);
+    int unseen;
     r = zcx_driver_open(&driver, &why);
     if (!r) r = zcx_driver_find(driver, &uuid, &new.ordinal);
+    unseen = r != 0; /* without a driver there is no device either */
     if (r == 1) r = zcx_fail(&why, ZCX_E_UNFIT, "the worker does not see this GPU (CUDA_VISIBLE_DEVICES)");
     if (!r) r = zcx_pool_import(&new.pool, w->msg.fds[0], &uuid, &why);
     if (!r) r = zcx_gate_register(w->gate, new.ordinal, &why);
@@ -196,7 +198,8 @@ static int take_pool(struct zcx_worker *w, struct zcx_err *err) {
     } else {
         *d = new;
     }
-    struct zcx_pool_reply reply = {.index = m.index, .refused = r < 0, .reason = zcx_text_of(r < 0 ? reason : "")};
+    struct zcx_pool_reply reply = {.index = m.index, .refused = r >= 0 ? 0 : unseen ? ZCX_POOL_UNSEEN : ZCX_POOL_REFUSED,
+                                   .reason = zcx_text_of(r < 0 ? reason : "")};
     long n = zcx_pool_reply_encode(&reply, body, sizeof body, err);
     return n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = ZCX_POOL_REPLY}, body, (size_t)n, NULL, 0, err);
 }

@@ -233,7 +233,9 @@ static void pool_reply(void) {
     GOLDEN(pool_reply, struct zcx_pool_reply, m, "01 00 01 00 02 00 6e 6f", 0, 0);
     CHECK(back.index == 1 && back.refused == 1 && text_is(back.reason, "no"), "fields");
     free(exact);
-    REFUSED(pool_reply, struct zcx_pool_reply, "01 00 02 00 00 00");
+    struct zcx_pool_reply unseen;
+    CHECK(zcx_pool_reply_decode((const unsigned char *)"\1\0\2\0\0\0", 6, &unseen, &err) == 0 && unseen.refused == ZCX_POOL_UNSEEN);
+    REFUSED(pool_reply, struct zcx_pool_reply, "01 00 03 00 00 00");
 }
 
 static void gate_event(void) {
