@@ -43,10 +43,13 @@ def test_limits() -> None:
 def test_extension_tags() -> None:
     """Those that the Python side makes are those that the page lists."""
     listed = set(re.findall(r"^\| `((?:np|torch|zcx)\.\w+)` \|", DOC, re.M))
-    made = set()
+    functions = set(re.findall(r"`(zcx\.\w+)\(", DOC))
+    made, exposed = set(), set()
     for path in (cbuild.ROOT / "comfy_zerocopy").glob("*.py"):
         made |= set(re.findall(r'"((?:np|torch|zcx)\.\w+)"(?:, [\w(]| ?:)', path.read_text()))
-    assert made - {"torch.version"} == listed
+        exposed |= set(re.findall(r'_exposed\["(zcx\.\w+)"\]', path.read_text()))
+    assert functions == exposed
+    assert made - {"torch.version"} - functions == listed
 
 
 def test_token_tags() -> None:
