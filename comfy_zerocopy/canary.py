@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from . import probe
 from ._native import zcx
 
 SECONDS = 20.0  # for one check; on an idle GPU it takes a few milliseconds
@@ -65,6 +66,7 @@ class Pools(Verdicts):
         """The pool's index in the session, offered and proved on first use; or None and why the worker cannot use it."""
         ordinal = pool.ordinal
         if ordinal not in self.pools:
+            probe.obey()
             refused = self._offer(parent, pool, until)
             why = refused or self._check(parent, ordinal, zcx().PROVE_POOL, self.demoted.pools, until)
             if refused or not why or _shows_something(why):  # an offer can be made only once

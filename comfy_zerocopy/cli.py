@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     commands.choices["bench"].add_argument("--floor", metavar="PROGRAM", help="a program that prints what the machine allows, a JSON "
                                            "object a line: {row, bytes, p50_us}; ratios to its rows are given")
+    commands.choices["doctor"].add_argument("--probe", dest="probe_driver", action="store_true", help="measure how large an import the driver "
+                                            "bears, in a process that may die of it; takes up to 4 GiB of GPU memory for some seconds")
     options = vars(parser.parse_args(arguments))
     command, json_output = options.pop("command"), options.pop("json")
     try:

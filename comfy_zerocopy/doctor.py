@@ -2,7 +2,7 @@
 
 Runs everywhere, also where nothing else of the package does. Each look is independent: one that fails is a finding, not an
 end. In its own process it may open the CUDA driver and import torch; inside ComfyUI it looks only at what is open already.
-Does not: change anything.
+Does not: change anything, but for what --probe measured, which is remembered (probe.py).
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import __version__, _install, _native, config
+from . import __version__, _install, _native, config, probe
 
 
 class Finding(NamedTuple):
@@ -123,6 +123,8 @@ def _driver(touch: bool) -> Iterator[Finding]:
         return
     version = found["version"]
     yield Finding("driver", "ok", f"CUDA {version // 1000}.{version % 1000 // 10}, {found['path']}")
+    if any(d["pools"] and d["posix_fd_pools"] for d in found["devices"]):
+        yield _imports(found)
     for d in found["devices"]:
         name = f"cuda:{d['ordinal']} {d['name']}, {_size(d['total_bytes'])}, GPU-{uuid.UUID(d['uuid'])}"
         if not (d["pools"] and d["posix_fd_pools"]):
@@ -133,6 +135,14 @@ def _driver(touch: bool) -> Iterator[Finding]:
                                          "order the work", "A newer driver may have them.")
         else:
             yield Finding("gpu", "ok", f"{name}: tensors of {_install.LIMIT} can be shared")
+
+
+def _imports(driver: dict[str, Any]) -> Finding:
+    known, name = probe.remembered(driver), probe.release(driver)
+    if known is None:
+        return Finding("imports", "ok", f"driver {name}: the guard stands at {probe.LADDER[-1]} chunks of 32 MiB; not measured on this version",
+                       "`python -m comfy_zerocopy doctor --probe` measures it, in a process that nobody needs.")
+    return Finding("imports", "ok" if known["limit"] == probe.LADDER[-1] else "note", f"driver {name}, measured {known['when']}: {known['says']}")
 
 
 def _torch(may_import: bool) -> Iterator[Finding]:
@@ -211,9 +221,12 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(json_output: bool) -> int:
+def main(json_output: bool, probe_driver: bool = False) -> int:
     import json
 
+    found = probe.measure(tell=lambda line: None if json_output else print(f"  {line}", flush=True)) if probe_driver else None
     report = examine()
+    if found is not None:
+        report["probe"] = found
     print(json.dumps(report) if json_output else text(report))
     return 0 if report["ok"] else 1
