@@ -92,7 +92,7 @@ IN_THE_WORKER = {
     "the import shows other memory": ({"SIMCUDA_BREAK": "import"}, r"byte 0 of the check's memory reads \d+, not \d+"),
     "a second import shows other memory": ({"SIMCUDA_BREAK": "again"}, r"byte 0 of the check's memory reads \d+, not \d+"),
     "an un-import comes before its turn": ({"SIMCUDA_BREAK": "unimport"}, "ended the worker"),
-    "DONE comes before the work": ({"SIMCUDA_BREAK": "post", "SIMCUDA_DELAY_US": "2000"}, "what the worker wrote did not arrive: byte"),
+    "DONE comes before the work": ({"SIMCUDA_BREAK": "post", "SIMCUDA_DELAY_US": "10000"}, "what the worker wrote did not arrive: byte"),
     "the un-import fails": ({"SIMCUDA_FAIL": "cuMemFreeAsync:1:999+"}, "cuMemFreeAsync: CUDA_ERROR_UNKNOWN"),
     "the pool cannot be opened": ({"SIMCUDA_FAIL": "cuMemPoolImportFromShareableHandle:1:801"},
                                   "cuMemPoolImportFromShareableHandle: CUDA_ERROR_NOT_SUPPORTED"),
@@ -121,7 +121,7 @@ def test_broken_in_a_worker(script: Script, what: str) -> None:
 
 
 IN_THE_PARENT = {
-    "READY comes before the work": ({"SIMCUDA_BREAK": "post", "SIMCUDA_DELAY_US": "2000"},
+    "READY comes before the work": ({"SIMCUDA_BREAK": "post", "SIMCUDA_DELAY_US": "10000"},
                                     r"sharing failed: byte \d+ of the check's memory reads \d+, not \d+"),
     "two allocations have one identity": ({"SIMCUDA_BREAK": "identity"}, "two allocations one identity"),
     "the export fails": ({"SIMCUDA_FAIL": "cuMemPoolExportPointer:1:999+"}, "cuMemPoolExportPointer: CUDA_ERROR_UNKNOWN"),
@@ -150,7 +150,7 @@ def test_memory_of_a_check_that_was_not_let_through_rightly_is_not_reused(script
         import ctypes
         count = ctypes.CDLL(__import__("os").environ["ZCX_LIBCUDA"]).simcuda_count
         x = filled(1000, 1)
-        with worker(env={"SIMCUDA_BREAK": "post", "SIMCUDA_DELAY_US": "2000"}) as w:
+        with worker(env={"SIMCUDA_BREAK": "post", "SIMCUDA_DELAY_US": "10000"}) as w:
             assert w.call("total", x) == 1000 and "did not arrive" in shared(w)
             y = filled(2 * CHUNK, 9)
             w.call("pid")

@@ -164,9 +164,18 @@ static void execute_copy(struct stream *s, struct op *op) {
     memmove((void *)op->dst, (void *)op->src, op->n);
 }
 
+/* Is all of it set again by one of the next few operations? Then only a race could see this one. */
+static bool set_again(const struct op *op) {
+    int n = 0;
+    for (const struct op *next = op->next; next && next->kind == OP_SET && n < 4; next = next->next, n++)
+        if (next->dst <= op->dst && next->dst + next->n >= op->dst + op->n) return true;
+    return false;
+}
+
 static void execute_set(struct stream *s, struct op *op) {
     if (!sim_mapped(op->dst, op->n)) return illegal("memset of unmapped memory", op->dst);
     hb_access(s, op->dst, op->n, true);
+    if (set_again(op)) return;
     memset((void *)op->dst, op->byte, op->n);
 }
 
