@@ -2,8 +2,9 @@
 """What the 64 bytes of CUmemPoolPtrExportData hold, as far as it can be told from outside, and what follows from it.
 
 The allocation's offset in the pool stands at byte 24 and its size at byte 32, both u64. A copy narrowed to a window imports
-that window; windows imported one by one land contiguously. A blob that outlived its allocation imports all the same, and can
-show bytes of another time: a blob belongs to one allocation and must be forgotten with it. None of this is documented.
+that window; windows imported one by one land contiguously, though the driver's own copies and fills do not cross from one into the
+next. A blob that outlived its allocation imports all the same, and can show bytes of another time: a blob belongs to one
+allocation and must be forgotten with it. None of this is documented.
 Needs 352 MiB of free device memory and two contexts."""
 
 from __future__ import annotations
@@ -17,6 +18,69 @@ from cudalib import CHUNK, INVALID_VALUE, MEASURED, MIB, Child, ChildDied, CudaE
 
 def field(blob: bytes, at: int) -> int:
     return int.from_bytes(blob[at : at + 8], "little")
+
+
+class Worker(Importer):
+    def op_copies(self, key: str, offset: int, count: int) -> dict:
+        """What the driver's own copies and fills answer over a range that begins in that import; the first byte that came out."""
+        cu, start, stream = self.cu, self.held[key] + offset, self.stream
+        own, host = cu.alloc(count, cu.default_pool(), stream), ctypes.create_string_buffer(count)
+        codes = {
+            "DtoD": cu.code("cuMemcpyDtoDAsync", own, start, count, stream),
+            "DtoH": cu.code("cuMemcpyDtoHAsync", host, start, count, stream),
+            "memset": cu.code("cuMemsetD8Async", start, FILL, count, stream),
+        }
+        copied = cu.read(own, 1, stream)[0]
+        cu.free(own, stream)
+        cu.sync(stream)
+        return {"codes": codes, "bytes": [copied, host.raw[0]]}
+
+
+FILL = 0x66
+
+
+def copies_across(report: Report, cu: Driver, worker: Child, base: int, blob: bytes, size: int, stream: int) -> None:
+    """Copies and fills over the end of a window: in one piece, and in two that meet there."""
+    seam, side = CHUNK - field(blob, 24) % CHUNK, 4096
+    cu.fill(base, 0x21, seam, stream)
+    cu.fill(base + seam, 0x22, size - seam, stream)
+    cu.sync(stream)
+    low = worker.ask("import", key="low", blob=window(blob, 0, seam).hex())["address"]
+    high = worker.ask("import", key="high", blob=window(blob, seam, size - seam).hex())["address"]
+    if high != low + seam:
+        report.step("copies across windows", False, f"the two windows lie {high - low} apart, not {seam}")
+        return
+
+    def around() -> list:
+        return [cu.read(base + at, 1, stream)[0] for at in (seam - side, seam - 1, seam, seam + side - 1)]
+
+    whole = worker.ask("copies", key="low", offset=seam - side, count=2 * side)
+    untouched = around()
+    pieces = [
+        worker.ask("copies", key="low", offset=seam - side, count=side),
+        worker.ask("copies", key="high", offset=0, count=side),
+    ]
+    written = around()
+    good = (
+        all(code == INVALID_VALUE for code in whole["codes"].values())
+        and untouched == [0x21, 0x21, 0x22, 0x22]
+        and all(code == 0 for piece in pieces for code in piece["codes"].values())
+        and [piece["bytes"] for piece in pieces] == [[0x21] * 2, [0x22] * 2]
+        and written == [FILL] * 4
+    )
+    said = ", ".join(f"{call} {cu.error_name(code)}" for call, code in whole["codes"].items())
+    cut = "work" if all(code == 0 for piece in pieces for code in piece["codes"].values()) else "do not work"
+    report.step(
+        "copies across windows",
+        good,
+        f"over the end of a window: {said}; the same in pieces that end there {cut}",
+        across=whole["codes"],
+        pieces=[piece["codes"] for piece in pieces],
+        untouched=untouched,
+        written=written,
+    )
+    for key in ("low", "high"):
+        worker.ask("free", key=key)
 
 
 def experiment(report: Report) -> None:
@@ -90,6 +154,7 @@ def experiment(report: Report) -> None:
         worker.ask("free", key="w0")
         rest = worker.ask("read", key="w1")["bytes"]
         report.step("windows are independent", rest == "41" * 4, f"one freed, the next still reads {rest}")
+        copies_across(report, cu, worker, first, blobs[0], sizes[0], stream)
 
     # A blob that is older than the tensor at its address.
     old = cu.alloc(64 * MIB, pool, stream)
@@ -130,7 +195,8 @@ if __name__ == "__main__":
         __file__,
         __doc__,
         experiment,
-        {"worker": Importer},
+        {"worker": Worker},
         deadline=45,
-        verdict="offset at byte 24, size at byte 32; narrowed copies import as contiguous windows; a stale blob must never be used",
+        verdict="offset at byte 24, size at byte 32; narrowed copies import as contiguous windows, over whose ends the "
+        "driver's copies do not go; a stale blob must never be used",
     )

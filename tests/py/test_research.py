@@ -59,7 +59,7 @@ ON_SIMCUDA = {
     "probe_retention.py": ([], "2G", 7, set()),
     "probe_duplicate_import.py": ([], "8G", 4, set()),
     "probe_graph_capture.py": ([], "8G", 18, set()),
-    "probe_blob_layout.py": ([], "8G", 7, set()),
+    "probe_blob_layout.py": ([], "8G", 8, set()),
     "probe_dead_event.py": (["--no-heir"], "8G", 4, {"event, held up by a kernel", "dead worker, an heir alive"}),
     "probe_import_cost.py": ([], "780M", 0, {"64 MiB", "1024 MiB", "4096 MiB"}),
     "probe_readonly.py": ([], "8G", 2, {"VMM"}),
@@ -114,6 +114,7 @@ def test_without_a_gpu(script: str, tmp_path: pathlib.Path) -> None:
     [
         ("probe_readonly.py", {"SIMCUDA_FAIL": "cuMemPoolSetAccess:1:1"}, "imported pool"),
         ("probe_blob_layout.py", {"SIMCUDA_FAIL": "cuMemPoolExportPointer:1:999"}, "order"),
+        ("probe_blob_layout.py", {"SIMCUDA_FAIL": "cuMemcpyDtoDAsync:1:999"}, "copies across windows"),
         ("probe_duplicate_import.py", {"SIMCUDA_FAIL": "cuMemPoolImportPointer:2:999"}, "second import"),
     ],
 )
