@@ -13,7 +13,10 @@ def backend():
 def copy(x):
     """The same values in the parent's memory."""
     out = empty(x.shape, dtype=x.dtype, device=x.device)
-    out.copy_(x)
+    if x.dtype == torch.uint8 and x.numel() >= 4 << 30:
+        torch.bitwise_or(x, 0, out=out)  # a kernel: it may have come in windows, and copy_() is the driver's
+    else:
+        out.copy_(x)
     return out
 
 
