@@ -165,7 +165,11 @@ static PyObject *greet(PyObject *self, const struct zcx_hello *hello) {
     const char *version = PyUnicode_AsUTF8AndSize(w->version, &n), *python = version ? PyUnicode_AsUTF8AndSize(w->python, &n) : NULL;
     if (!python) return NULL;
     PyObject *event = Py_BuildValue("(sNN)", "hello", module_text(hello->version), module_text(hello->python));
-    int r = event ? zcx_worker_hello(w->session, hello, version, python, &err) : 0;
+    if (!event) return NULL;
+    int r;
+    Py_BEGIN_ALLOW_THREADS
+    r = zcx_worker_hello(w->session, hello, version, python, &err);
+    Py_END_ALLOW_THREADS
     if (!r) return event;
     Py_DECREF(event);
     return failed(self, r, &err);
@@ -199,17 +203,19 @@ static PyObject *worker_next(PyObject *self, PyObject *unused) {
     }
 }
 
-/* A stream handle for a device, asked of Python in the middle of a wait. */
+/* A stream handle for a device, asked of Python in the middle of a wait. What Python raises (a cancel may come just here) stays
+ * set in this thread, and the legacy stream does until it is looked at: by who gave this function to the core. */
 static zcu_stream stream_of(void *arg, int ordinal) {
     PyObject *function = arg;
     PyGILState_STATE state = PyGILState_Ensure();
     unsigned long long handle = 0;
-    PyObject *number = PyLong_FromLong(ordinal);
-    PyObject *answer = number ? PyObject_CallFunctionObjArgs(function, number, NULL) : NULL;
-    if (answer) handle = PyLong_AsUnsignedLongLong(answer);
-    Py_XDECREF(answer);
-    Py_XDECREF(number);
-    if (PyErr_Occurred()) PyErr_WriteUnraisable(function); /* the legacy stream is right for all blocking streams */
+    if (!PyErr_Occurred()) { /* one of another device may have raised */
+        PyObject *number = PyLong_FromLong(ordinal);
+        PyObject *answer = number ? PyObject_CallFunctionObjArgs(function, number, NULL) : NULL;
+        if (answer) handle = PyLong_AsUnsignedLongLong(answer);
+        Py_XDECREF(answer);
+        Py_XDECREF(number);
+    }
     PyGILState_Release(state);
     return (zcu_stream)(uintptr_t)handle;
 }
@@ -225,6 +231,7 @@ static PyObject *worker_open(PyObject *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     r = zcx_worker_begin(session_of(self), streams == Py_None ? NULL : stream_of, streams, &err);
     Py_END_ALLOW_THREADS
+    if (!r && PyErr_Occurred()) r = -1; /* of stream_of */
     if (r || !imports) goto out;
     for (Py_ssize_t at = 0; at < view.len; at += ZCX_BUFFER_BYTES) {
         struct zcx_buffer b;
@@ -303,6 +310,10 @@ static PyObject *worker_alloc(PyObject *self, PyObject *args) {
         if (r != 2) break;
         if (PyErr_CheckSignals()) return NULL; /* cancelled: the answer, when it comes, is passed over */
     }
+    if (PyErr_Occurred()) { /* of stream_of */
+        if (!r) zcx_import_drop(import);
+        return NULL;
+    }
     if (r == 1) return Py_BuildValue("(Is)", code, err.text);
     return r ? failed(self, r, &err) : import_of(self, import);
 }
@@ -326,7 +337,10 @@ static PyObject *worker_finish(PyObject *self, PyObject *args) {
 static PyObject *worker_started(PyObject *self, PyObject *unused) {
     (void)unused;
     struct zcx_err err = {0};
-    int r = zcx_worker_started(session_of(self), &err);
+    int r;
+    Py_BEGIN_ALLOW_THREADS
+    r = zcx_worker_started(session_of(self), &err);
+    Py_END_ALLOW_THREADS
     if (r) return failed(self, r, &err);
     Py_RETURN_NONE;
 }
@@ -334,8 +348,11 @@ static PyObject *worker_started(PyObject *self, PyObject *unused) {
 static PyObject *worker_failed_start(PyObject *self, PyObject *tree) {
     Py_buffer view;
     struct zcx_err err = {0};
+    int r;
     if (module_view_of(tree, &view)) return NULL;
-    int r = zcx_worker_failed_start(session_of(self), view.buf, (size_t)view.len, &err);
+    Py_BEGIN_ALLOW_THREADS
+    r = zcx_worker_failed_start(session_of(self), view.buf, (size_t)view.len, &err);
+    Py_END_ALLOW_THREADS
     PyBuffer_Release(&view);
     if (r) return failed(self, r, &err);
     Py_RETURN_NONE;
@@ -343,7 +360,11 @@ static PyObject *worker_failed_start(PyObject *self, PyObject *tree) {
 
 static PyObject *worker_alive(PyObject *self, PyObject *unused) {
     (void)unused;
-    return PyLong_FromUnsignedLong(zcx_worker_alive(session_of(self)));
+    uint32_t n;
+    Py_BEGIN_ALLOW_THREADS /* another thread may hold the lock over a call into the driver */
+    n = zcx_worker_alive(session_of(self));
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLong(n);
 }
 
 static PyObject *worker_progress(PyObject *self, PyObject *args) {

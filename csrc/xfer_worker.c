@@ -54,12 +54,13 @@ struct zcx_import {
 
 struct zcx_worker {
     struct zcx_sock sock;
+    pid_t pid;                   /* a child of fork() shares the connection, and must not speak on it */
     int kick;                    /* eventfd: something was dropped while the main thread waits */
     struct zcx_gate *gate;
     struct device devices[ZCX_MAX_DEVICES]; /* by the pool's index on the wire; pool NULL: refused or never offered */
     struct segment *segments;
     uint64_t seq;                /* of the call under way or the last one */
-    int in_call;
+    int in_call;                 /* results can be asked for; under rpc */
     struct zcx_msg msg;
     int has_msg;
     pthread_mutex_t rpc;         /* one ALLOC at a time, and none across the end of a call */
@@ -77,6 +78,7 @@ int zcx_worker_new(struct zcx_worker **out, int sock_fd, struct zcx_err *err) {
         close(sock_fd);
         return zcx_fail(err, ENOMEM, "no memory for a session");
     }
+    w->pid = getpid();
     r = zcx_sock_open(&w->sock, sock_fd, -1, err);
     if (r) goto free_w;
     w->kick = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -366,7 +368,11 @@ static int await_ready(struct zcx_worker *w, struct device *d, zcx_stream_of str
     return zcx_gate_await(w->gate, d->ordinal, d->gate.ready_slot, d->gate.ready, stream, err);
 }
 
+/* Only from here on may other threads ask for results: they receive, and the call's message has been copied by now. */
 int zcx_worker_begin(struct zcx_worker *w, zcx_stream_of stream_of, void *arg, struct zcx_err *err) {
+    pthread_mutex_lock(&w->rpc);
+    w->in_call = 1;
+    pthread_mutex_unlock(&w->rpc);
     for (unsigned i = 0; i < ZCX_MAX_DEVICES; i++)
         if (w->devices[i].in_call) {
             int r = await_ready(w, &w->devices[i], stream_of, arg, err);
@@ -456,6 +462,7 @@ int zcx_import_edited(const struct zcx_import *i) {
 void zcx_import_drop(struct zcx_import *i) {
     struct zcx_worker *w = i->owner;
     uint64_t one = 1;
+    if (w->pid != getpid()) return; /* the lock may be held by a thread that is not here */
     pthread_mutex_lock(&w->lock);
     i->state = DROPPED;
     pthread_mutex_unlock(&w->lock);
@@ -685,7 +692,6 @@ static int start_call(struct zcx_worker *w, struct zcx_work *work, struct zcx_er
     }
     if (r) return r;
     w->seq = w->msg.header.seq;
-    w->in_call = 1;
     *work = (struct zcx_work){.kind = ZCX_WORK_CALL, .seq = w->seq, .nbuffers = m.nbuffers, .buffers = m.buffers, .tree = m.tree,
                               .tree_bytes = m.tree_bytes};
     return 0;
@@ -696,6 +702,20 @@ static int gpu_fault(struct zcx_worker *w, int r, struct zcx_err *err) {
     int n = snprintf(why, sizeof why, "%s: %s", err->call ? err->call : "?", zcx_driver_error_name(err->cuda));
     if (r == -ZCX_E_CUDA) send_result(w, ZCX_ERROR, ZCX_FAILED_GPU, w->seq, NULL, 0, why, (size_t)n, NULL);
     return r;
+}
+
+/* The answer to a request that was given up, at a signal. The memory was never mapped here; but where the parent made a gate
+ * for it, it waits for our DONE: that comes at the call's end, or now, if the call has ended. */
+static int pass_over(struct zcx_worker *w, struct zcx_err *err) {
+    struct zcx_allocated m;
+    if (w->msg.header.type != ZCX_ALLOCATED) return 0;
+    int r = zcx_allocated_decode(w->msg.body, w->msg.header.length, &m, err);
+    if (r || !m.has_gate) return r;
+    int ended = !w->in_call;
+    const struct zcx_gate_ref *known = m.gate.pool < ZCX_MAX_DEVICES ? &w->devices[m.gate.pool].gate : NULL;
+    if (ended && known && known->done_slot == m.gate.done_slot && known->done == m.gate.done) return 0; /* said already */
+    r = set_gate(w, &m.gate, err);
+    return r || !ended ? r : done(w, &w->devices[m.gate.pool], err);
 }
 
 int zcx_worker_next(struct zcx_worker *w, struct zcx_work *work, struct zcx_err *err) {
@@ -727,7 +747,10 @@ int zcx_worker_next(struct zcx_worker *w, struct zcx_work *work, struct zcx_err 
         case ZCX_BYE: *work = (struct zcx_work){.kind = ZCX_WORK_BYE}; return 0;
         case ZCX_HANDLE_DROP: *work = (struct zcx_work){.kind = ZCX_WORK_HANDLE_DROP, .handle = w->msg.header.id}; return 0;
         case ZCX_ALLOCATED:
-        case ZCX_REFUSED: continue; /* the answer to a request that was given up by a signal */
+        case ZCX_REFUSED:
+            r = pass_over(w, err);
+            if (r) return gpu_fault(w, r, err);
+            continue;
         default: return zcx_fail(err, ZCX_E_PROTOCOL, "message type %u means nothing to a worker", w->msg.header.type);
         }
     }
@@ -766,7 +789,11 @@ static int await_answer(struct zcx_worker *w, uint64_t want, struct zcx_allocate
             continue;
         }
         if (h->type != ZCX_ALLOCATED && h->type != ZCX_REFUSED) return zcx_fail(err, ZCX_E_PROTOCOL, "message type %u came instead of an allocation", h->type);
-        if (h->id != want) continue;
+        if (h->id != want) {
+            r = pass_over(w, err);
+            if (r) return r;
+            continue;
+        }
         if (h->type == ZCX_ALLOCATED) return zcx_allocated_decode(w->msg.body, h->length, out, err);
         struct zcx_refused m;
         r = zcx_refused_decode(w->msg.body, h->length, &m, err);
@@ -802,6 +829,7 @@ static int alloc_locked(struct zcx_worker *w, const struct zcx_alloc *a, uint64_
 
 int zcx_worker_alloc(struct zcx_worker *w, const struct zcx_alloc *a, uint64_t *request, zcx_stream_of stream_of, void *arg,
                      struct zcx_import **out, uint32_t *code, struct zcx_err *err) {
+    if (w->pid != getpid()) return zcx_fail(err, ZCX_E_RANGE, "a result is made by the worker's own process, not by its fork");
     pthread_mutex_lock(&w->rpc);
     int r = alloc_locked(w, a, request, stream_of, arg, out, code, err);
     pthread_mutex_unlock(&w->rpc);
@@ -815,12 +843,14 @@ int zcx_worker_progress(struct zcx_worker *w, double done_so_far, double total, 
     if (length < 0) return (int)length;
     struct zcx_piece piece = {body, (size_t)length};
     struct zcx_header h = {.type = ZCX_PROGRESS, .seq = w->seq};
+    if (w->pid != getpid()) return 0;
     int r = zcx_sock_send(&w->sock, h, &piece, 1, NULL, 0, 0, err);
     return r == 1 ? 0 : r;
 }
 
 int zcx_worker_drop_handle(struct zcx_worker *w, uint64_t handle, struct zcx_err *err) {
     struct zcx_header h = {.type = ZCX_HANDLE_DROP, .id = handle};
+    if (w->pid != getpid()) return 0; /* a copy of the token went, not the token */
     int r = zcx_sock_send(&w->sock, h, NULL, 0, NULL, 0, zcx_now() + SEND_NS, err);
     return r == 1 ? 0 : r;
 }

@@ -1,0 +1,198 @@
+"""Each test here is a fault that was found once, and its smallest reproduction."""
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import re
+import textwrap
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import ROOT, Run, until
+
+import cbuild
+import comfy_zerocopy as zcx
+from comfy_zerocopy import parent
+
+HERE = pathlib.Path(__file__).resolve().parent
+pytestmark = pytest.mark.usefixtures("deadline")
+
+CODE = """
+import os, threading, time
+from comfy_zerocopy.worker import empty, expose, handle, progress
+objects, errors = [], []
+
+@expose
+def nothing(*a): pass
+
+@expose
+def flood():
+    while True: progress(1.0)
+
+@expose
+def step():
+    progress(1.0)
+
+@expose
+def sleep(seconds): time.sleep(seconds)
+
+@expose
+def filled(nbytes):
+    x = empty((nbytes,), "uint8")
+    memoryview(x).cast("B")[:] = b"\\7" * nbytes
+    return x
+
+class Counted:
+    alive = 0
+    def __init__(self): Counted.alive += 1
+    def __del__(self): Counted.alive -= 1
+
+@expose
+def many(n): return [handle(Counted()) for _ in range(n)]
+
+@expose
+def alive(): return Counted.alive
+
+@expose
+def hold(token): objects.append(token)
+
+@expose
+def drop_in_fork():
+    pid = os.fork()
+    if not pid:
+        try:
+            objects.clear()
+            try:
+                empty((10,), "uint8")
+            except Exception as error:
+                os._exit(0 if "fork" in str(error) else 3)
+            os._exit(4)
+        finally:
+            os._exit(5)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+@expose
+def held(): return objects[0]
+
+def late():
+    while True:
+        try:
+            empty((100,), "uint8")
+        except Exception as error:
+            errors.append(error)
+
+@expose
+def late_thread(): threading.Thread(target=late, daemon=True).start()
+
+@expose
+def length(x): return len(x), x[:1] == x[-1:]
+"""
+
+
+@pytest.fixture
+def target(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "faults.py"
+    path.write_text(CODE)
+    return path
+
+
+@pytest.mark.parametrize("what", ["call", "close"])
+def test_a_fork_of_a_worker_speaks_for_nobody(target):
+    with zcx.Worker(target) as w:
+        o = object()
+        w.call("hold", zcx.handle(o))
+        assert w.call("drop_in_fork") == 0
+        assert w.call("held") is o
+
+
+def test_a_thread_that_outlives_its_call_does_not_touch_the_next_ones_message(target):
+    with zcx.Worker(target) as w:
+        w.call("late_thread")
+        for _ in range(300):
+            assert w.call("length", bytes(1 << 20)) == (1 << 20, True)
+
+
+def resident() -> int:
+    """Bytes of result files that are in memory here."""
+    text = pathlib.Path("/proc/self/smaps").read_text()
+    return sum(int(n) << 10 for n in re.findall(r"memfd:zcx-result[^\n]*\n(?:[^\n]*\n)*?Rss:\s+(\d+) kB", text))
+
+
+# ---- on the simulated driver ----
+
+
+@pytest.fixture
+def script(run: Run, tmp_path: pathlib.Path) -> Callable[..., str]:
+    folder = tmp_path / "simcuda"
+    folder.mkdir()
+
+    def go(code: str, **env: str) -> str:
+        clean = {"ZCX_LIBCUDA": str(cbuild.simcuda()), "SIMCUDA_DIR": str(folder), "XDG_CACHE_HOME": str(tmp_path / "cache"), **env}
+        return run("from simulated import *\n" + textwrap.dedent(code), path=(ROOT, HERE), env=clean).stdout
+
+    return go
+
+
+def test_a_cancel_that_crosses_the_answer_to_an_allocation(script):
+    """The worker gave up waiting for memory on a device that this call had not met yet: its DONE is due all the same."""
+    script("""
+        from comfy_zerocopy import parent
+        allocate = parent.allocate
+        with worker(timeout=None) as w:
+            assert from_worker(w) is True
+            def slow(*arguments):
+                future.cancel()
+                time.sleep(0.5)
+                return allocate(*arguments)
+            parent.allocate = slow
+            future = w.submit("filled", 5000, 7)
+            try:
+                future.result(20)
+            except zcx.Cancelled:
+                pass
+            else:
+                raise AssertionError("not cancelled")
+            parent.allocate, pid = allocate, w.pid
+            assert from_worker(w) is True and w.pid == pid, "the worker lives on"
+    """)
+
+
+LINGERS = """
+import sys, threading
+sys.modules["torch"] = sys.modules["numpy"] = None
+from comfy_zerocopy import tensor
+from comfy_zerocopy.errors import Cancelled
+from comfy_zerocopy.worker import empty, expose
+kept = []
+
+@expose
+def linger(x, host):
+    kept.append(host)
+    threading.Timer(0.02, kept.clear).start()
+    return x.tobytes()
+
+@expose
+def interrupted():
+    before = tensor.current_stream
+    def raises(ordinal):
+        raise Cancelled("in the midst of it")
+    tensor.current_stream = raises
+    try:
+        empty((10,), "uint8", "cuda")
+    except Cancelled:
+        return "heard"
+    finally:
+        tensor.current_stream = before
+"""
+
+
+def test_an_exception_in_the_midst_of_an_allocation_is_not_swallowed(script, tmp_path):
+    """Of a cancel that comes just while the worker is asked for its stream."""
+    (tmp_path / "lingers.py").write_text(LINGERS)
+    script(f"""
+        with zcx.Worker({str(tmp_path / "lingers.py")!r}, timeout=40) as w:
+            assert w.call("interrupted") == "heard"
+            assert w.status()["kept"] == 0
+    """)
