@@ -47,6 +47,8 @@ _BYE = 5.0  # seconds that a worker gets to end by itself
 
 #: Names of the rungs, best first: what a report calls them.
 POOL, HOST = "pool", "host"
+WINDOWS = ("above the driver's limit, so it is imported in windows of 4 GiB: in the worker kernels work on all of it, but the driver's own "
+           "copies (clone(), copy_(), cpu()) refuse a range that crosses a window's end")
 
 
 class Transfer(NamedTuple):
@@ -56,10 +58,11 @@ class Transfer(NamedTuple):
     nbytes: int
     rung: str  # "pool" or "host"
     copied: bool
-    reason: str  # why it was copied; empty when it was not
+    reason: str  # why it was copied, or what is to be known of it although it was not; mostly empty
 
     def __str__(self) -> str:
-        return f"{self.direction} of {self.nbytes} bytes: " + (f"copied, because {self.reason}" if self.copied else f"shared ({self.rung})")
+        return f"{self.direction} of {self.nbytes} bytes: " + (f"copied, because {self.reason}" if self.copied
+                                                                  else f"shared ({self.rung}{', ' * bool(self.reason)}{self.reason})")
 
 
 class Report(NamedTuple):
@@ -292,11 +295,12 @@ class Worker:
             self._turn.give()
 
     def kill(self) -> None:
-        """End the process at once. A call that runs raises WorkerDied; the next call starts a new process."""
+        """End the process and wait until it was reaped. A call that runs raises WorkerDied; the next call starts a new process."""
         s = self._session
         if s is not None:
             s.pools.killed = True
             s.process.kill()
+            s.process.wait(_BYE)
 
     # ---- calls ----
 
@@ -501,7 +505,7 @@ class _Call:
     """One call: the plan, the answers to what comes on the way, and the decoding of what came back."""
 
     def __init__(self, owner: Worker, session: _Session, function: str, streams: dict[int, Any], deadline: float | None, timeout: float | None) -> None:
-        self.owner, self.session, self.parent = owner, session, session.parent
+        self.owner, self.session = owner, session
         self.function, self.streams, self.deadline, self.timeout = function, streams, deadline, timeout
         self.seq = 0
         self.transfers: list[Transfer] = []
@@ -511,6 +515,11 @@ class _Call:
         self.avoid: dict[int, str] = {}  # index of a look: why it must take the host rung
         self.wanted_cancel = False
         self.sent = False  # the worker may have begun with it
+
+    @property
+    def parent(self) -> Any:
+        """The session's end in C. Not kept here: an exception that somebody stores keeps this object, and must not keep descriptors."""
+        return self.session.parent
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         encoder = tree.Encoder((self.function, args, kwargs), "call", self.session.handles)
@@ -558,10 +567,11 @@ class _Call:
         self.sent = True
         outcome = self._wait()
         if outcome[0] == "import_refused":
-            for index in indices.get(outcome[1], ()):
+            refused = indices.get(outcome[1], [])
+            if not refused or any(index in self.avoid for index in refused):  # not even as a copy
+                raise Error(f"worker {self.owner.name} cannot map its input: {outcome[2]}")
+            for index in refused:
                 self.avoid[index] = f"the worker cannot import it: {outcome[2]}"
-            if not indices.get(outcome[1]):
-                raise Error(f"the worker cannot map its input: {outcome[2]}")
             return None
         return outcome
 
@@ -587,7 +597,7 @@ class _Call:
                 copies.append((g, owner, why))
                 continue
             self._lent(encoder, indices, g, number, owner)
-            self.transfers.append(Transfer("input", g.high - g.low, HOST if g.device is None else POOL, False, ""))
+            self.transfers.append(Transfer("input", g.high - g.low, HOST if g.device is None else POOL, False, self._note(number)))
         if copies:
             self._lend_copies(encoder, indices, copies)
 
@@ -617,6 +627,11 @@ class _Call:
     def _stream(self, ordinal: int) -> int:
         stream = self.streams.get(ordinal)
         return tensor.current_stream(ordinal) if stream is None else stream.cuda_stream
+
+    def _note(self, number: int) -> str:
+        """What is to be known of a buffer that was shared."""
+        lent = self.parent.lent(number)
+        return WINDOWS if lent is not None and lent[6] else ""
 
     def _with_windows(self, pool: Any, why: str) -> str:
         """A refusal of the pool rung, with what the windows' check showed if it was that."""
@@ -680,7 +695,7 @@ class _Call:
         replaced = self._stop()
         if replaced:
             raise CallTimeout(f"{late}, nor within {_GRACE} s after it was cancelled: the worker was ended, and the next call starts another")
-        raise late
+        raise CallTimeout(f"{late}; it was cancelled, and the worker is kept")
 
     def _stop(self) -> bool:
         """Cancel in the worker and wait for its answer, at most the grace; True: it had to be ended."""
@@ -697,9 +712,10 @@ class _Call:
     def cancel(self) -> None:
         """From another thread."""
         self.wanted_cancel = True
-        if self.seq:
+        parent = self.parent
+        if self.seq and parent is not None:
             try:
-                self.parent.cancel(self.seq)
+                parent.cancel(self.seq)
             except _native.zcx().Failure:
                 pass  # it is over
 
@@ -776,7 +792,8 @@ class _Call:
             raise self._foul(f"a malformed result: {error}") from None
         for number, memory in self.results.items():
             note = notes.get(number)
-            self.transfers.append(Transfer("result", memory.nbytes, HOST if memory.device is None else POOL, note is not None, str(note or "")))
+            self.transfers.append(Transfer("result", memory.nbytes, HOST if memory.device is None else POOL, note is not None,
+                                           self._note(number) if note is None else str(note)))
         return value
 
     def _foul(self, text: str) -> Exception:
@@ -811,7 +828,7 @@ class _Call:
             lent = self.parent.lent(number)
             if lent is None or not lent[1]:
                 raise tree.Foul("a tensor in a buffer that this call did not lend")
-            nbytes, _, device, owner, _, address = lent
+            nbytes, _, device, owner, _, address, _ = lent
             if device:
                 memory = tensor.Memory(owner, address, nbytes, _ordinal_of_owner(owner))
             else:
@@ -930,7 +947,9 @@ def empty(shape: Any, dtype: Any = "float32", device: Any = "cuda") -> Any:
 
 
 class _Running(concurrent.futures.Future):  # type: ignore[type-arg]
-    """A future whose cancel() reaches a call that runs: it then ends with Cancelled."""
+    """A future whose cancel() reaches a call that runs, and whose result() raises our Cancelled however it was cancelled.
+
+    cancelled() is True only for one that never ran: one that ran ends with an exception, which Cancelled is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -952,6 +971,12 @@ class _Running(concurrent.futures.Future):  # type: ignore[type-arg]
         if self._call is not None:
             self._call.cancel()
         return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        except concurrent.futures.CancelledError as error:
+            raise error if isinstance(error, Error) else Cancelled("the call was cancelled before it ran") from None
 
 
 class _Queue:

@@ -14,6 +14,7 @@ main thread. Does not: choose rungs or own memory; the parent does.
 from __future__ import annotations
 
 import bisect
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -456,6 +457,7 @@ _here: _Worker | None = None
 def main(arguments: list[str]) -> None:
     """A worker process's whole life. argv: the session socket, the control socket, the liveness pipe, the target."""
     global _here
+    faulthandler.enable(all_threads=False)  # a crash says where: WorkerDied shows the last lines of stderr
     sock_fd, control_fd, live_fd = map(int, arguments[:3])
     target = arguments[3]
     for fd in (sock_fd, control_fd):  # handed over; nothing that this process starts may hold them (live_fd it must hold)

@@ -174,6 +174,8 @@ static PyObject *parent_run(PyObject *self, PyObject *args) {
         Py_DECREF(event);
         if (!answer) return NULL;
         Py_DECREF(answer);
+        if (PyErr_CheckSignals()) return NULL;
+        if (zcx_now() > deadline) Py_RETURN_NONE; /* a peer that never stops talking stops no clock */
     }
 }
 
@@ -338,8 +340,8 @@ static PyObject *parent_lent(PyObject *self, PyObject *arg) {
     struct zcx_lent t;
     if (PyErr_Occurred()) return NULL;
     if (zcx_parent_lent(session_of(self), id, &t)) Py_RETURN_NONE;
-    return Py_BuildValue("(KNNOiK)", (unsigned long long)t.nbytes, PyBool_FromLong(t.result), PyBool_FromLong(t.device),
-                         t.owner ? (PyObject *)t.owner : Py_None, t.pool, (unsigned long long)t.ptr);
+    return Py_BuildValue("(KNNOiKI)", (unsigned long long)t.nbytes, PyBool_FromLong(t.result), PyBool_FromLong(t.device),
+                         t.owner ? (PyObject *)t.owner : Py_None, t.pool, (unsigned long long)t.ptr, (unsigned)t.window);
 }
 
 static PyObject *parent_take(PyObject *self, PyObject *arg) {
@@ -448,7 +450,7 @@ static PyMethodDef parent_methods[] = {
     {"send", parent_send, METH_VARARGS, "send(tree, deadline) -> bool: False when the worker did not read in time"},
     {"allocated", parent_allocated, METH_VARARGS, "allocated(request, index, ptr, nbytes, stream, owner)"},
     {"refuse", parent_refuse, METH_VARARGS, "refuse(request, code, reason)"},
-    {"lent", parent_lent, METH_O, "lent(id) -> (nbytes, result, device, owner, index, ptr) | None"},
+    {"lent", parent_lent, METH_O, "lent(id) -> (nbytes, result, device, owner, index, ptr, window) | None"},
     {"take", parent_take, METH_O, "take(id) -> HostBuffer | None"},
     {"end", parent_end, METH_NOARGS, "end(): the call is over; what the worker does not keep is released"},
     {"gone", parent_gone, METH_NOARGS, "gone(): the worker and its children are gone; everything is released"},

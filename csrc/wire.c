@@ -41,6 +41,9 @@ static int all_zero(const unsigned char *p, size_t n) {
 
 /* Descriptors that a type carries, beside that of its body. */
 static const unsigned char fds_of_type[ZCX_TYPE_END] = {[ZCX_GATE] = 1, [ZCX_POOL] = 1, [ZCX_SEGMENT] = 1};
+/* Types that are a header and nothing else. */
+static const unsigned char is_bare[ZCX_TYPE_END] = {[ZCX_STARTED] = 1, [ZCX_SEGMENT_DROP] = 1, [ZCX_CANCEL] = 1, [ZCX_PING] = 1,
+                                                    [ZCX_PONG] = 1, [ZCX_BYE] = 1, [ZCX_HANDLE_DROP] = 1};
 
 void zcx_header_encode(const struct zcx_header *h, unsigned char out[ZCX_HEADER_BYTES]) {
     store32(out, ZCX_WIRE_MAGIC);
@@ -78,6 +81,7 @@ int zcx_header_decode(const unsigned char *bytes, size_t n, struct zcx_header *o
     if (h.flags & ZCX_FLAG_BODY_FD ? n != ZCX_HEADER_BYTES || h.length == 0 : n - ZCX_HEADER_BYTES != h.length)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a packet of %zu bytes cannot hold the body of %u that its header announces", n,
                         (unsigned)h.length);
+    if (h.length && is_bare[h.type]) return zcx_fail(err, ZCX_E_PROTOCOL, "type %u has no body", (unsigned)h.type);
     *out = h;
     return 0;
 }

@@ -119,6 +119,7 @@ struct zcx_lent {
     unsigned char *address;   /* host result: its bytes */
     int pool;                 /* device: index */
     zcu_ptr ptr;
+    uint32_t window;          /* device: chunks per window of its import; 0: in one piece */
 };
 int zcx_parent_lent(struct zcx_parent *p, uint64_t id, struct zcx_lent *out);
 /* A host result's bytes, shared by whoever still needs them; the last one gives the range back to its file. */

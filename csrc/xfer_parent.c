@@ -21,6 +21,10 @@
  * waiting adds no more than that, up to the longest. */
 #define DONE_SPIN_NS 200000
 #define DONE_SLEEP_MAX_NS 1000000
+/* A result costs a page, however few bytes max_result_bytes counts for it. */
+#define RESULTS_MAX 65536u
+/* So many messages are handled before signals are looked at. */
+#define MESSAGES_MAX 256
 /* A packet is looked for this long without sleeping: about one hand-off. */
 #define PACKET_SPIN_NS 20000
 
@@ -196,6 +200,7 @@ struct zcx_parent {
 
     uint64_t seq, next_id, next_segment;
     uint64_t result_limit, result_bytes;
+    uint32_t result_count;
     struct call_gate gates[ZCX_MAX_DEVICES];
     unsigned ngates;
     struct zcx_msg msg;             /* the last one received; freed at the next step */
@@ -203,6 +208,7 @@ struct zcx_parent {
     struct zcx_event outcome;       /* RESULT, ERROR or IMPORT_REFUSED, held back until DONE is seen */
     unsigned char *outcome_bytes;   /* its body, copied: the socket's packet is overwritten meanwhile */
     int64_t done_since;             /* when DONE was first looked for */
+    int64_t deadline;               /* of the step under way or the last one: answers wait no longer for a worker that does not read */
     uint64_t wanted_request;        /* of the ALLOC that the caller is answering */
     int released_event;
 
@@ -239,6 +245,7 @@ int zcx_parent_new(struct zcx_parent **out, struct zcx_files *files, int sock_fd
     p->files = files;
     p->next_id = 1;
     p->next_segment = 1;
+    p->deadline = INT64_MAX;
     r = zcx_sock_open(&p->sock, sock_fd, pidfd, err);
     if (r) goto free_p;
     r = zcx_gate_new(&p->gate, err);
@@ -273,11 +280,14 @@ free_p:
 enum zcx_session_state zcx_parent_state(const struct zcx_parent *p) { return p->state; }
 int zcx_parent_fd(const struct zcx_parent *p) { return p->sock.fd; }
 
-static int send_body(struct zcx_parent *p, enum zcx_type type, uint64_t id, const void *body, size_t n, int fd, int64_t deadline,
-                     struct zcx_err *err) {
+static int send_body(struct zcx_parent *p, enum zcx_type type, uint64_t id, const void *body, size_t n, int fd, struct zcx_err *err) {
     struct zcx_header h = {.type = (uint16_t)type, .seq = p->seq, .id = id};
     struct zcx_piece piece = {body, n};
-    int r = zcx_sock_send(&p->sock, h, &piece, 1, &fd, fd >= 0, deadline, err);
+    int64_t until = zcx_now() + ANSWER_NS;
+    int r;
+    if (until > p->deadline) until = p->deadline;
+    do r = zcx_sock_send(&p->sock, h, &piece, 1, &fd, fd >= 0, until, err);
+    while (r == 2); /* it must not be forgotten, and the wait is bounded */
     if (r == 1) r = zcx_fail(err, ZCX_E_PROTOCOL, "the worker does not read its messages");
     return r < 0 ? broken(p, r) : r;
 }
@@ -290,7 +300,7 @@ int zcx_parent_hello(struct zcx_parent *p, const char *version, const char *pyth
         .features = ZCX_FEATURE_HOST | ZCX_FEATURE_POOL, .version = zcx_text_of(version), .python = zcx_text_of(python)};
     long n = zcx_hello_encode(&hello, body, sizeof body, err);
     if (n < 0) return (int)n;
-    int r = send_body(p, ZCX_HELLO, 0, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+    int r = send_body(p, ZCX_HELLO, 0, body, (size_t)n, -1, err);
     if (!r) p->state = ZCX_HELLO_SENT;
     return r;
 }
@@ -368,7 +378,7 @@ int zcx_parent_offer(struct zcx_parent *p, struct zcx_pool *pool, unsigned *inde
     if (n < 0) return (int)n;
     int r = zcx_gate_register(p->gate, zcx_pool_ordinal(pool), err);
     if (r) return r;
-    r = send_body(p, ZCX_POOL, 0, body, (size_t)n, zcx_pool_fd(pool), zcx_now() + ANSWER_NS, err);
+    r = send_body(p, ZCX_POOL, 0, body, (size_t)n, zcx_pool_fd(pool), err);
     if (r) return r;
     p->pools[p->npools].pool = zcx_pool_ref(pool);
     p->pools[p->npools].accepted = -1;
@@ -387,7 +397,7 @@ static int introduce_slot(struct zcx_parent *p, unsigned pool, uint32_t slot, st
     memcpy(m.handle, handle.bytes, sizeof m.handle);
     long n = zcx_gate_event_encode(&m, body, sizeof body, err);
     if (n < 0) return (int)n;
-    return send_body(p, ZCX_GATE_EVENT, 0, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+    return send_body(p, ZCX_GATE_EVENT, 0, body, (size_t)n, -1, err);
 }
 
 static int new_gate(struct zcx_parent *p, unsigned pool, zcu_stream stream, struct call_gate *out, struct zcx_err *err) {
@@ -507,7 +517,7 @@ int zcx_parent_prove(struct zcx_parent *p, unsigned pool, uint32_t step, struct 
                                      .key = e.buffer_id}};
     memcpy(m.buffer.blob, e.blob, sizeof m.buffer.blob);
     long n = zcx_prove_encode(&m, body, sizeof body, err);
-    r = n < 0 ? (int)n : send_body(p, ZCX_PROVE, 0, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+    r = n < 0 ? (int)n : send_body(p, ZCX_PROVE, 0, body, (size_t)n, -1, err);
     if (r) goto undo;
     f->step = step;
     return 0;
@@ -554,7 +564,9 @@ int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *
     p->ngates = 0;
     p->result_limit = max_result_bytes;
     p->result_bytes = 0;
+    p->result_count = 0;
     p->wanted_request = 0;
+    p->deadline = INT64_MAX;
     p->state = ZCX_PREPARING;
     *seq = p->seq;
     return 0;
@@ -617,7 +629,7 @@ static int segment_send(struct zcx_parent *p, struct segment *s, struct zcx_err 
         own = fd = zcx_shm_readonly_fd(s->file, err);
         if (fd < 0) return fd;
     }
-    int r = send_body(p, ZCX_SEGMENT, s->id, body, (size_t)n, fd, zcx_now() + ANSWER_NS, err);
+    int r = send_body(p, ZCX_SEGMENT, s->id, body, (size_t)n, fd, err);
     if (own >= 0) close(own);
     if (!r) s->sent = 1;
     return r;
@@ -760,14 +772,14 @@ static int refuse(struct zcx_parent *p, uint64_t request, enum zcx_refusal code,
     struct zcx_refused m = {.code = code, .reason = zcx_text_of(reason)};
     long n = zcx_refused_encode(&m, body, sizeof body, err);
     if (n < 0) return (int)n;
-    return send_body(p, ZCX_REFUSED, request, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+    return send_body(p, ZCX_REFUSED, request, body, (size_t)n, -1, err);
 }
 
 static int send_allocated(struct zcx_parent *p, uint64_t request, const struct zcx_allocated *m, struct zcx_err *err) {
     unsigned char body[8 + ZCX_GATE_REF_BYTES + ZCX_BUFFER_BYTES];
     long n = zcx_allocated_encode(m, body, sizeof body, err);
     if (n < 0) return (int)n;
-    return send_body(p, ZCX_ALLOCATED, request, body, (size_t)n, -1, zcx_now() + ANSWER_NS, err);
+    return send_body(p, ZCX_ALLOCATED, request, body, (size_t)n, -1, err);
 }
 
 /* Answer a host ALLOC without troubling Python: a range of the result file. */
@@ -844,10 +856,10 @@ static int greet(struct zcx_parent *p, const struct zcx_hello *hello, struct zcx
     struct zcx_gate_page page = {ZCX_GATE_SLOTS, ZCX_GATE_STRIDE};
     struct zcx_segment results = {zcx_shm_size(p->results), ZCX_SHM_RESULT};
     long n = zcx_gate_page_encode(&page, body, sizeof body, err);
-    int r = n < 0 ? (int)n : send_body(p, ZCX_GATE, 0, body, (size_t)n, zcx_gate_fd(p->gate), zcx_now() + ANSWER_NS, err);
+    int r = n < 0 ? (int)n : send_body(p, ZCX_GATE, 0, body, (size_t)n, zcx_gate_fd(p->gate), err);
     if (r) return r;
     n = zcx_segment_encode(&results, body, sizeof body, err);
-    return n < 0 ? (int)n : send_body(p, ZCX_SEGMENT, 0, body, (size_t)n, zcx_shm_fd(p->results), zcx_now() + ANSWER_NS, err);
+    return n < 0 ? (int)n : send_body(p, ZCX_SEGMENT, 0, body, (size_t)n, zcx_shm_fd(p->results), err);
 }
 
 /* One message. 0: *ev is for the caller; 1: done with, go on. */
@@ -907,6 +919,12 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
             r = refuse(p, h->id, ZCX_REFUSED_TOO_LARGE, why, err);
             return r ? r : 1;
         }
+        if (p->result_count == RESULTS_MAX) {
+            snprintf(why, sizeof why, "a call makes at most %u results: return fewer and larger ones", RESULTS_MAX);
+            r = refuse(p, h->id, ZCX_REFUSED_TOO_LARGE, why, err);
+            return r ? r : 1;
+        }
+        p->result_count++;
         if (!ev->alloc.place) {
             r = alloc_host(p, h->id, nbytes, err);
             return r ? r : 1;
@@ -927,6 +945,7 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
         struct zcx_result_msg result;
         r = zcx_result_msg_decode(m->body, n, &result, err);
         if (r) return r;
+        if ((h->type == ZCX_RESULT) != (result.code == 0)) return zcx_fail(err, ZCX_E_PROTOCOL, "type %u came with code %u", h->type, result.code);
         ev->kind = h->type == ZCX_RESULT ? ZCX_EV_RESULT : ZCX_EV_ERROR;
         ev->code = result.code;
         ev->tree = result.tree;
@@ -982,7 +1001,8 @@ static int done_seen(struct zcx_parent *p, struct zcx_err *err) {
 
 int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev, struct zcx_err *err) {
     REQUIRE(p, p->state > ZCX_NEW && p->state < ZCX_BROKEN, "receiving", err);
-    for (;;) {
+    p->deadline = deadline;
+    for (unsigned handled = 0;;) {
         int64_t now = 0;
         int polling = p->state == ZCX_RETURNING || p->proof.answered; /* for a counter, which no descriptor announces */
         if (p->proof.answered) {
@@ -1016,7 +1036,8 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
             memset(&e, 0, sizeof e);
             r = handle(p, &e, err);
             if (r < 0) return broken(p, r);
-            if (r && zcx_now() > deadline) return 1; /* a peer that never stops talking stops no clock */
+            if (r && zcx_now() > deadline) return 1; /* a peer that never stops talking stops no clock, and no signal */
+            if (r && ++handled == MESSAGES_MAX) return 2;
             if (r) continue;
             *ev = e;
             return 0;
@@ -1066,7 +1087,7 @@ int zcx_parent_lent(struct zcx_parent *p, uint64_t id, struct zcx_lent *out) {
     if (!t || t->seq != p->seq) return 1;
     *out = (struct zcx_lent){.nbytes = t->wire.nbytes, .result = t->wire.flags & ZCX_BUFFER_RESULT, .device = t->wire.rung != ZCX_RUNG_HOST,
                              .owner = t->owner, .address = t->range ? zcx_range_address(t->range) : NULL,
-                             .pool = t->wire.pool, .ptr = t->ptr};
+                             .pool = t->wire.pool, .ptr = t->ptr, .window = t->wire.window};
     return 0;
 }
 
