@@ -172,6 +172,7 @@ def numpy_dtype(dtype: str) -> Any:
         raise Unfit(f"dtype {dtype!r} is not known here") from error
     if made.hasobject or made.itemsize == 0:
         raise Unfit(f"dtype {dtype!r} cannot cross")
+    _literal(made)  # refuses the other byte order, at any depth
     return made
 
 
