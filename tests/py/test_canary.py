@@ -217,7 +217,7 @@ def test_windows_that_do_not_work_are_not_used(script: Script, what: str) -> Non
             before = len(log)
             assert re.search(expected, read(w, x)), shared(w)
             assert not any("was ended" in line and "worker next" not in line for line in log[before:])
-    """, SIMCUDA_BREAK=word, ZCX_CHUNK_LIMIT="3")
+    """, SIMCUDA_BREAK=word, ZCX_CHUNK_LIMIT="3", **SOUND)
 
 
 def test_windows_broken_in_one_worker(script: Script) -> None:
@@ -228,7 +228,7 @@ def test_windows_broken_in_one_worker(script: Script) -> None:
             assert "check of windows failed: byte" in read(w, x) and "check of windows failed: byte" in made(w)
             assert w.status()["pools"] == {0: "proved"} and "failed" in w.status()["windows"][0]
             assert read(v, x) is True and made(v) is True and v.status()["windows"] == {0: "proved"}
-    """, ZCX_CHUNK_LIMIT="3")
+    """, ZCX_CHUNK_LIMIT="3", **SOUND)
 
 
 @pytest.mark.parametrize("first", ["input", "result"])
@@ -249,7 +249,7 @@ def test_a_worker_that_dies_of_windows_is_replaced_and_keeps_the_pool(script: Sc
             assert "check of windows ended the worker" in made(w)
             assert "ended the worker" in w.status()["windows"][0] and w.status()["pools"] == {{0: "proved"}}, w.status()
             assert w.call("total", filled(1000, 1)) == 1000 and shared(w) is True, "exactly that rung"
-    """, ZCX_CHUNK_LIMIT="3")
+    """, ZCX_CHUNK_LIMIT="3", **SOUND)
 
 
 @pytest.mark.parametrize("straddling", [False, True], ids=["aligned", "straddling"])

@@ -140,8 +140,9 @@ static bool ordered(const struct stream *s, const struct shadow_access *a) {
 
 static bool conflict(const struct shadow_access *a, const struct shadow_access *b) {
     if (a->offset >= b->offset + b->n || b->offset >= a->offset + a->n) return false;
+    if (a->kind == ACCESS_UNIMPORT || b->kind == ACCESS_UNIMPORT) /* it touches no byte; but the free must come after it */
+        return a->kind == ACCESS_FREE || b->kind == ACCESS_FREE;
     if (a->kind >= ACCESS_CREATE || b->kind >= ACCESS_CREATE) return true;
-    if (a->kind == ACCESS_UNIMPORT || b->kind == ACCESS_UNIMPORT) return false;
     return a->kind == ACCESS_WRITE || b->kind == ACCESS_WRITE;
 }
 

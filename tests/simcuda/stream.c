@@ -175,7 +175,7 @@ static bool set_again(const struct op *op) {
 static void execute_set(struct stream *s, struct op *op) {
     if (!sim_mapped(op->dst, op->n)) return illegal("memset of unmapped memory", op->dst);
     hb_access(s, op->dst, op->n, true);
-    if (set_again(op)) return;
+    if (!s->held && set_again(op)) return; /* of a held stream each step shows */
     memset((void *)op->dst, op->byte, op->n);
 }
 
