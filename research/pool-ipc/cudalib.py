@@ -776,7 +776,11 @@ def run(file: str, doc: str, experiment, roles: dict, *, verdict: str, deadline:
     parser.parse_args(namespace=options)
     report = Report(pathlib.Path(file).name, options.json)
 
+    ending = threading.Lock()  # who takes it says the verdict: the death of the helpers that the deadline kills is none
+
     def late() -> None:
+        if not ending.acquire(blocking=False):
+            return
         for child in _children:
             child.process.kill()
         last = report.steps[-1]["name"] if report.steps else "none"
@@ -786,7 +790,10 @@ def run(file: str, doc: str, experiment, roles: dict, *, verdict: str, deadline:
     watchdog.daemon = True
     watchdog.start()
     try:
-        experiment(report)
+        try:
+            experiment(report)
+        finally:
+            ending.acquire()
         bad = [s["name"] for s in report.steps if s["outcome"] == UNEXPECTED]
         skipped = [s["name"] for s in report.steps if s["outcome"] == NOT_RUN]
         if bad:
