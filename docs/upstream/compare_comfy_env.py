@@ -3,7 +3,8 @@
 
     compare_comfy_env.py --comfy-env PATH-OF-A-CHECKOUT [--json]
 
-Needs torch, numpy and this package in the interpreter that runs it. CPU tensors always, CUDA ones where torch sees a card.
+Needs torch, numpy and this package in the interpreter that runs it. CPU tensors always, CUDA ones where torch sees a card; set
+PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync, as ComfyUI does, and COMFY_ZEROCOPY=swap for those.
 "touched": the worker returns the tensor that it was given (comfy-env), or writes a new one in place (ours, `empty`)."""
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def main() -> None:
 
     import comfy_zerocopy as zcx
 
+    status = zcx.install()  # COMFY_ZEROCOPY says how; GPU tensors cross without a copy only where it does
     rows: list[dict[str, Any]] = []
     sizes = [("cpu", mib) for mib in (1, 64, 512)] + [("cuda", mib) for mib in (1, 64, 1024) if torch.cuda.is_available()]
 
@@ -113,6 +115,8 @@ def main() -> None:
                     "machine": platform.platform(),
                     "cpus": os.cpu_count(),
                     "torch": torch.__version__,
+                    "allocator": torch.cuda.get_allocator_backend() if torch.cuda.is_available() else "",
+                    "mode": status.mode,
                     "comfy_env": version.group(1) if version else "",
                     "source_sha256": source_hash(),
                     "command": "docs/upstream/compare_comfy_env.py --json --comfy-env …",
