@@ -99,7 +99,9 @@ static PyObject *parent_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 static void parent_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     struct zcx_parent *p = session_of(self);
+    Py_BEGIN_ALLOW_THREADS
     zcx_parent_gone(p);
+    Py_END_ALLOW_THREADS
     drain(p);
     Py_BEGIN_ALLOW_THREADS
     zcx_parent_free(p);
@@ -403,7 +405,9 @@ static PyObject *parent_shutdown(PyObject *self, PyObject *unused) {
 static PyObject *parent_stats(PyObject *self, PyObject *unused) {
     (void)unused;
     struct zcx_parent_stats s;
+    Py_BEGIN_ALLOW_THREADS
     zcx_parent_stats(session_of(self), &s);
+    Py_END_ALLOW_THREADS
     return Py_BuildValue("{sKsKsKsKsKsKsKsK}", "calls", (unsigned long long)s.calls, "transfers", (unsigned long long)s.transfers, "kept",
                          (unsigned long long)s.kept, "quarantined", (unsigned long long)s.quarantined, "kept_bytes", (unsigned long long)s.kept_bytes,
                          "result_bytes", (unsigned long long)s.result_bytes_taken, "warm_bytes", (unsigned long long)s.result_bytes_warm,

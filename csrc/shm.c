@@ -320,10 +320,16 @@ void zcx_shm_unref(struct zcx_shm *s) {
 int zcx_shm_readonly_fd(struct zcx_shm *s, struct zcx_err *err) {
     char path[64];
     int fd;
-    if (s->fd < 0) return zcx_fail(err, ZCX_E_UNFIT, "the worker that made this is gone, and its file with it");
-    snprintf(path, sizeof path, "/proc/self/fd/%d", s->fd);
-    fd = open(path, O_RDONLY | O_CLOEXEC);
-    return fd < 0 ? zcx_fail_errno(err, "open(/proc/self/fd)") : fd;
+    pthread_mutex_lock(&s->mutex); /* retired in between, its number could be another file's */
+    if (s->fd < 0) {
+        fd = zcx_fail(err, ZCX_E_UNFIT, "the worker that made this is gone, and its file with it");
+    } else {
+        snprintf(path, sizeof path, "/proc/self/fd/%d", s->fd);
+        fd = open(path, O_RDONLY | O_CLOEXEC);
+        if (fd < 0) fd = zcx_fail_errno(err, "open(/proc/self/fd)");
+    }
+    pthread_mutex_unlock(&s->mutex);
+    return fd;
 }
 
 /* ---- ranges of a result file ---- */
@@ -512,14 +518,16 @@ uint64_t zcx_shm_reclaim(struct zcx_shm *s) {
     return bytes;
 }
 
-void zcx_shm_retire(struct zcx_shm *s) {
+void zcx_shm_retire(struct zcx_shm *s, int keep_fd) {
     if (!s->free || foreign_process(s)) return;
     pthread_mutex_lock(&s->mutex);
     cool(s);
     for (size_t i = 0; i < s->nfree; i++) punch(s, s->free[i].offset, s->free[i].size); /* what a worker put there unasked */
     s->retired = 1;
-    if (s->fd >= 0) close(s->fd);
-    s->fd = -1;
+    if (!keep_fd && s->fd >= 0) {
+        close(s->fd);
+        s->fd = -1;
+    }
     pthread_mutex_unlock(&s->mutex);
 }
 

@@ -37,12 +37,12 @@ void zcx_shm_range_put(struct zcx_shm *s, uint64_t offset, uint64_t nbytes);
 /* Bytes in ranges handed out; bytes kept warm. Punch out the warm ones: returns bytes given back. */
 void zcx_shm_usage(struct zcx_shm *s, uint64_t *taken, uint64_t *warm);
 uint64_t zcx_shm_reclaim(struct zcx_shm *s);
-/* The worker is gone: close the descriptor and punch out the warm ranges. Ranges handed out live on, with the mapping, and are
- * punched out when put back, so that results that outlive their worker cost no descriptor. Nothing is taken from it any more
- * (-ZCX_E_RANGE); the caller makes sure that no zcx_shm_range_take runs meanwhile. */
-void zcx_shm_retire(struct zcx_shm *s);
+/* The worker is gone: punch out the warm ranges. Ranges handed out live on, with the mapping, and are punched out when put back.
+ * Nothing is taken from it any more (-ZCX_E_RANGE); the caller makes sure that no zcx_shm_range_take runs meanwhile. Without
+ * keep_fd the descriptor is closed too, so that results that outlive their worker cost none. */
+void zcx_shm_retire(struct zcx_shm *s, int keep_fd);
 /* A read-only descriptor of the same file, for a worker that may read but never write it. Caller closes.
- * -ZCX_E_UNFIT: retired; its results are lent as copies. */
+ * -ZCX_E_UNFIT: retired without its descriptor; its results are lent as copies. */
 int zcx_shm_readonly_fd(struct zcx_shm *s, struct zcx_err *err);
 
 /* ---- worker ---- */

@@ -17,9 +17,9 @@
 #define ZCX_XFER_H
 
 #include "canary.h"
+#include "files.h"
 #include "gate.h"
 #include "pool.h"
-#include "shm.h"
 #include "sock.h"
 
 /* ======== parent ======== */
@@ -34,11 +34,6 @@ enum zcx_session_state {
     ZCX_RETURNED,  /* DONE seen: results may be taken, then zcx_parent_end */
     ZCX_BROKEN,    /* died, or broke the protocol: nothing more is sent or read */
 };
-
-/* The result files of every session of this process, so that a result can be lent to any worker without a copy. */
-struct zcx_files;
-struct zcx_files *zcx_files_new(void); /* NULL: out of memory */
-void zcx_files_free(struct zcx_files *f);
 
 /* Takes both descriptors, also when it fails. pidfd is borrowed, as is `files`; both must outlive the session. */
 int zcx_parent_new(struct zcx_parent **out, struct zcx_files *files, int sock_fd, int control_fd, int pidfd, struct zcx_err *err);
@@ -97,7 +92,7 @@ int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *
  * call: the first one given counts; a stream that captures is refused with -ZCX_E_UNFIT). */
 int zcx_parent_lend_pool(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, void *owner,
                          uint64_t *id, struct zcx_err *err);
-/* Lend host memory that lies in some session's result file: no copy. 1: it does not. */
+/* Lend host memory that lies in some session's result file: no copy. 1: it does not, or that file has no descriptor any more. */
 int zcx_parent_lend_shared(struct zcx_parent *p, const void *address, uint64_t nbytes, void *owner, uint64_t *id, struct zcx_err *err);
 /* Lend copies: all pieces go into one input segment, reused when it is free again. `owner` is not kept: bytes are copied now. */
 struct zcx_source { const void *address; uint64_t nbytes; uint64_t id; /* out */ };
@@ -122,12 +117,6 @@ struct zcx_lent {
     uint32_t window;          /* device: chunks per window of its import; 0: in one piece */
 };
 int zcx_parent_lent(struct zcx_parent *p, uint64_t id, struct zcx_lent *out);
-/* A host result's bytes, shared by whoever still needs them; the last one gives the range back to its file. */
-struct zcx_range;
-struct zcx_range *zcx_range_ref(struct zcx_range *r);
-void zcx_range_unref(struct zcx_range *r); /* any thread */
-unsigned char *zcx_range_address(const struct zcx_range *r);
-uint64_t zcx_range_bytes(const struct zcx_range *r);
 /* A reference to a host result of the call under way. 1: there is no such result. */
 int zcx_parent_take(struct zcx_parent *p, uint64_t id, struct zcx_range **out);
 

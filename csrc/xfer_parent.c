@@ -6,7 +6,6 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,115 +26,6 @@
 #define MESSAGES_MAX 256
 /* A packet is looked for this long without sleeping: about one hand-off. */
 #define PACKET_SPIN_NS 20000
-
-/* ---- files: the result files of all sessions ---- */
-
-/* Closed workers' files that still have results in use, and keep their descriptor so that these can be lent without a copy. */
-#define FILES_CLOSED_MAX 16
-
-struct file {
-    struct zcx_shm *shm;
-    int closed;               /* its session is over */
-};
-
-struct zcx_files {
-    pthread_mutex_t lock;
-    struct file *file;
-    size_t count, capacity;
-};
-
-struct zcx_files *zcx_files_new(void) {
-    struct zcx_files *f = calloc(1, sizeof *f);
-    if (f) pthread_mutex_init(&f->lock, NULL);
-    return f;
-}
-
-void zcx_files_free(struct zcx_files *f) {
-    if (!f) return;
-    free(f->file);
-    pthread_mutex_destroy(&f->lock);
-    free(f);
-}
-
-static void *grown(void *array, size_t count, size_t *capacity, size_t item) {
-    if (count < *capacity) return array;
-    size_t want = *capacity ? *capacity * 2 : 8;
-    void *p = realloc(array, want * item);
-    if (p) *capacity = want;
-    return p;
-}
-
-static int files_add(struct zcx_files *f, struct zcx_shm *s) {
-    pthread_mutex_lock(&f->lock);
-    void *p = grown(f->file, f->count, &f->capacity, sizeof *f->file);
-    if (p) {
-        f->file = p;
-        f->file[f->count++] = (struct file){zcx_shm_ref(s), 0};
-    }
-    pthread_mutex_unlock(&f->lock);
-    return p ? 0 : -ENOMEM;
-}
-
-/* A file whose worker is gone and of which no range is left serves nobody. Of those with ranges the oldest give up their
- * descriptor above a bound: their results live on, and are copied when they are lent again. `closing`: its session is over. */
-static void files_sweep(struct zcx_files *f, const struct zcx_shm *closing) {
-    size_t closed = 0, kept = 0;
-    pthread_mutex_lock(&f->lock);
-    for (size_t i = 0; i < f->count; i++) {
-        f->file[i].closed |= f->file[i].shm == closing;
-        closed += (size_t)f->file[i].closed;
-    }
-    for (size_t i = 0; i < f->count; i++) {
-        uint64_t taken, warm;
-        struct file *at = &f->file[i];
-        zcx_shm_usage(at->shm, &taken, &warm);
-        if (at->closed && (!taken || closed > FILES_CLOSED_MAX)) {
-            if (taken) zcx_shm_retire(at->shm);
-            zcx_shm_unref(at->shm);
-            closed--;
-        } else {
-            f->file[kept++] = *at;
-        }
-    }
-    f->count = kept;
-    pthread_mutex_unlock(&f->lock);
-}
-
-static struct zcx_shm *files_find(struct zcx_files *f, const unsigned char *address, uint64_t nbytes) {
-    struct zcx_shm *found = NULL;
-    pthread_mutex_lock(&f->lock);
-    for (size_t i = 0; i < f->count && !found; i++) {
-        struct zcx_shm *file = f->file[i].shm;
-        const unsigned char *base = zcx_shm_base(file);
-        uint64_t size = zcx_shm_size(file);
-        if (address >= base && address < base + size && nbytes <= size - (uint64_t)(address - base)) found = zcx_shm_ref(file);
-    }
-    pthread_mutex_unlock(&f->lock);
-    return found;
-}
-
-/* ---- ranges: a host result's bytes ---- */
-
-struct zcx_range {
-    atomic_uint refs;
-    struct zcx_shm *file;
-    uint64_t offset, nbytes;
-};
-
-struct zcx_range *zcx_range_ref(struct zcx_range *r) {
-    atomic_fetch_add(&r->refs, 1);
-    return r;
-}
-
-void zcx_range_unref(struct zcx_range *r) {
-    if (!r || atomic_fetch_sub(&r->refs, 1) != 1) return;
-    zcx_shm_range_put(r->file, r->offset, r->nbytes);
-    zcx_shm_unref(r->file);
-    free(r);
-}
-
-unsigned char *zcx_range_address(const struct zcx_range *r) { return zcx_shm_base(r->file) + r->offset; }
-uint64_t zcx_range_bytes(const struct zcx_range *r) { return r->nbytes; }
 
 /* ---- the session ---- */
 
@@ -227,6 +117,7 @@ static int broken(struct zcx_parent *p, int r) {
 
 static int wrong_state(const struct zcx_parent *p, const char *what, struct zcx_err *err) {
     if (p->creator != getpid()) return zcx_fail(err, ZCX_E_UNFIT, "this worker belongs to the process that started it, not to its fork: start another one here");
+    if (p->state == ZCX_BROKEN) return zcx_fail(err, ZCX_E_DIED, "the session is over");
     return zcx_fail(err, ZCX_E_RANGE, "%s is not possible in state %d of the session", what, (int)p->state);
 }
 #define REQUIRE(p, condition, what, err) \
@@ -255,12 +146,9 @@ int zcx_parent_new(struct zcx_parent **out, struct zcx_files *files, int sock_fd
     while (space < want) space *= 2;
     r = zcx_shm_result_new(&p->results, space, err);
     if (r) goto free_gate;
-    files_sweep(files, NULL);
-    r = files_add(files, p->results);
-    if (r) {
-        zcx_fail(err, ENOMEM, "no memory for a session");
-        goto free_results;
-    }
+    zcx_files_sweep(files);
+    r = zcx_files_add(files, p->results, err);
+    if (r) goto free_results;
     pthread_mutex_init(&p->lock, NULL);
     *out = p;
     return 0;
@@ -306,6 +194,14 @@ int zcx_parent_hello(struct zcx_parent *p, const char *version, const char *pyth
 }
 
 /* ---- transfers ---- */
+
+static void *grown(void *array, size_t count, size_t *capacity, size_t item) {
+    if (count < *capacity) return array;
+    size_t want = *capacity ? *capacity * 2 : 8;
+    void *p = realloc(array, want * item);
+    if (p) *capacity = want;
+    return p;
+}
 
 static struct transfer *find(struct zcx_parent *p, uint64_t id) {
     size_t low = 0, high = p->ntransfers;
@@ -421,6 +317,12 @@ static int new_gate(struct zcx_parent *p, unsigned pool, zcu_stream stream, stru
 static void drop_gate(struct zcx_parent *p, const struct call_gate *g) {
     zcx_gate_put(p->gate, g->ready_slot);
     zcx_gate_put(p->gate, g->done_slot);
+}
+
+/* One that nobody was told of: its DONE was announced, and so is said here. */
+static void withdraw_gate(struct zcx_parent *p, const struct call_gate *g) {
+    zcx_gate_post_cpu(p->gate, g->done_slot, g->done);
+    drop_gate(p, g);
 }
 
 /* The call's gate on this device; made when the first buffer of the device is lent. */
@@ -637,13 +539,15 @@ static int segment_send(struct zcx_parent *p, struct segment *s, struct zcx_err 
 
 int zcx_parent_lend_shared(struct zcx_parent *p, const void *address, uint64_t nbytes, void *owner, uint64_t *id, struct zcx_err *err) {
     REQUIRE(p, p->state == ZCX_PREPARING, "lending", err);
-    struct zcx_shm *file = files_find(p->files, address, nbytes);
+    struct zcx_shm *file = zcx_files_find(p->files, address, nbytes);
     if (!file) return 1;
     int r = reserve(p, err);
     struct segment *s;
     for (s = p->segments; s && !(s->kind == ZCX_SHM_FOREIGN && s->file == file); s = s->next) {}
     if (r || s) zcx_shm_unref(file);
     if (!r && !s) r = segment_new(p, file, ZCX_SHM_FOREIGN, &s, err);
+    if (!r) r = segment_send(p, s, err); /* now: another thread may close the file's descriptor at any time */
+    if (r == -ZCX_E_UNFIT) return 1;
     if (r) return r;
     struct transfer t = {.owner = owner, .segment = s,
                          .wire = {.rung = ZCX_RUNG_HOST, .nbytes = nbytes, .key = s->id,
@@ -785,22 +689,13 @@ static int send_allocated(struct zcx_parent *p, uint64_t request, const struct z
 /* Answer a host ALLOC without troubling Python: a range of the result file. */
 static int alloc_host(struct zcx_parent *p, uint64_t request, uint64_t nbytes, struct zcx_err *err) {
     struct zcx_err why;
-    uint64_t offset;
+    struct zcx_range *range;
     int r = reserve(p, err);
     if (r) return r;
-    struct zcx_range *range = malloc(sizeof *range);
-    if (!range) return zcx_fail(err, ENOMEM, "no memory for a result");
-    r = zcx_shm_range_take(p->results, nbytes, &offset, &why);
-    if (r) {
-        free(range);
-        return refuse(p, request, ZCX_REFUSED_MEMORY, why.text[0] ? why.text : strerror(-r < 1000 ? -r : ENOMEM), err);
-    }
-    atomic_init(&range->refs, 1);
-    range->file = zcx_shm_ref(p->results);
-    range->offset = offset;
-    range->nbytes = nbytes;
-    struct transfer t = {.range = range, .wire = {.rung = ZCX_RUNG_HOST, .flags = ZCX_BUFFER_RESULT, .nbytes = nbytes, .offset = offset,
-                                                  .key = 0 /* the result file is segment 0 */}};
+    r = zcx_range_new(&range, p->results, nbytes, &why);
+    if (r) return refuse(p, request, ZCX_REFUSED_MEMORY, why.text[0] ? why.text : strerror(-r < 1000 ? -r : ENOMEM), err);
+    struct transfer t = {.range = range, .wire = {.rung = ZCX_RUNG_HOST, .flags = ZCX_BUFFER_RESULT, .nbytes = nbytes,
+                                                  .offset = zcx_range_offset(range), .key = 0 /* the result file is segment 0 */}};
     struct zcx_allocated m = {.buffer = add(p, t)->wire};
     p->result_bytes += nbytes;
     return send_allocated(p, request, &m, err);
@@ -823,6 +718,7 @@ static int release_ids(struct zcx_parent *p, const struct zcx_release *m, struct
         uint64_t id = zcx_wire_u64(m->ids, i);
         struct transfer *t = find(p, id);
         if (t && t->state == KEPT) release_locked(p, t);
+        else if (t && t->keeps) t->keeps = 0; /* DONE was not seen yet: it goes at the call's end */
         else if (t ? t->state != RELEASED : !id || id >= p->next_id) r = -ZCX_E_PROTOCOL; /* releasing is idempotent */
     }
     compact_locked(p);
@@ -1060,11 +956,15 @@ int zcx_parent_allocated(struct zcx_parent *p, uint64_t request, unsigned pool, 
     REQUIRE(p, p->state == ZCX_CALLING && request == p->wanted_request, "answering", err);
     struct transfer t = {.owner = owner};
     struct call_gate *g;
+    unsigned known = p->ngates;
     int r = pool_transfer(p, pool, ptr, nbytes, stream, &t, &g, err);
     if (!r && g->stream != stream) /* posts of one slot on two streams could land in either order */
         r = zcx_fail(err, ZCX_E_RANGE, "a call uses one stream per device");
     if (!r) r = post_ready(p, g, err);
-    if (r) return r;
+    if (r) {
+        if (p->ngates > known) withdraw_gate(p, &p->gates[--p->ngates]); /* the call would wait for its DONE */
+        return r;
+    }
     t.wire.flags = ZCX_BUFFER_RESULT;
     struct zcx_allocated m = {.has_gate = 1, .gate = gate_ref(g), .buffer = add(p, t)->wire};
     p->result_bytes += nbytes;
@@ -1104,9 +1004,8 @@ void zcx_parent_end(struct zcx_parent *p) {
     int nothing_sent = p->state == ZCX_PREPARING, returned = p->state == ZCX_RETURNED;
     if (!nothing_sent && !returned) p->state = ZCX_BROKEN; /* a call that is given up half way: what it lent may still be written */
     for (unsigned i = 0; i < p->ngates; i++) {
-        struct call_gate *g = &p->gates[i];
-        if (nothing_sent) zcx_gate_post_cpu(p->gate, g->done_slot, g->done); /* announced, and nobody was told to post it */
-        drop_gate(p, g);
+        if (nothing_sent) withdraw_gate(p, &p->gates[i]);
+        else drop_gate(p, &p->gates[i]);
     }
     p->ngates = 0;
     pthread_mutex_lock(&p->lock);
@@ -1187,10 +1086,9 @@ int zcx_parent_idle(struct zcx_parent *p) { return p->creator != getpid() || (p-
 void zcx_parent_free(struct zcx_parent *p) {
     if (!p) return;
     if (p->creator == getpid()) {
-        zcx_shm_reclaim(p->results);
         zcx_gate_free(p->gate);
         for (unsigned i = 0; i < p->npools; i++) zcx_pool_unref(p->pools[i].pool);
-        files_sweep(p->files, p->results);
+        zcx_files_close(p->files, p->results);
         zcx_shm_unref(p->results);
         pthread_mutex_destroy(&p->lock);
     }
@@ -1204,6 +1102,8 @@ void zcx_parent_free(struct zcx_parent *p) {
 
 void zcx_parent_stats(struct zcx_parent *p, struct zcx_parent_stats *out) {
     struct zcx_parent_stats s = {.calls = p->seq};
+    *out = s;
+    if (p->creator != getpid()) return; /* a thread that is not here may have held the lock */
     pthread_mutex_lock(&p->lock);
     s.transfers = p->ntransfers;
     for (size_t i = 0; i < p->ntransfers; i++) {
@@ -1221,6 +1121,6 @@ void zcx_parent_stats(struct zcx_parent *p, struct zcx_parent_stats *out) {
 
 uint64_t zcx_parent_reclaim(struct zcx_parent *p) {
     if (p->creator != getpid()) return 0;
-    files_sweep(p->files, NULL);
+    zcx_files_sweep(p->files);
     return zcx_shm_reclaim(p->results);
 }

@@ -373,12 +373,12 @@ static void retired(void) {
     fd = fcntl(zcx_shm_fd(s), F_DUPFD_CLOEXEC, 0); /* for looking only */
     zcx_shm_base(s)[40 * MIB] = 1;                 /* a worker that wrote where it was given nothing */
     CHECK(allocated(fd) == 2 * MIB + 4096, "before");
-    zcx_shm_retire(s);
+    zcx_shm_retire(s, 0);
     CHECK(zcx_shm_fd(s) == -1 && allocated(fd) == MIB, "only what is out remains");
     CHECK(zcx_shm_base(s)[a] == 3 && zcx_shm_base(s)[a + MIB - 1] == 3, "and is readable");
     CHECK(zcx_shm_range_take(s, 1, &at, &err) == -ZCX_E_RANGE, "nothing more is taken");
     CHECK(zcx_shm_readonly_fd(s, &err) == -ZCX_E_UNFIT, "nor lent");
-    zcx_shm_retire(s);
+    zcx_shm_retire(s, 0);
     zcx_shm_range_put(s, a, MIB);
     CHECK(allocated(fd) == 0, "given back without a descriptor");
     close(fd);
@@ -550,7 +550,7 @@ static void child_lets_go(void) {
     int fd = zcx_shm_fd(forked);
     zcx_shm_range_put(forked, forked_at, MIB);
     CHECK(zcx_shm_reclaim(forked) == 0, "reclaim");
-    zcx_shm_retire(forked);
+    zcx_shm_retire(forked, 0);
     zcx_shm_usage(forked, &a, &b);
     CHECK(a == 0 && b == 0, "usage");
     CHECK(zcx_shm_range_take(forked, 1, &at, &err) == -ZCX_E_RANGE, "take");

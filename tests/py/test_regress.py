@@ -98,6 +98,16 @@ def target(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
+def test_a_worker_that_never_stops_reporting_stops_no_clock(target):
+    with zcx.Worker(target) as w:
+        w.call("nothing")
+        begin = time.monotonic()
+        with pytest.raises(zcx.CallTimeout):
+            w.call("flood", timeout=0.5)
+        assert time.monotonic() - begin < 4, "within the grace, and not by it"
+        w.call("nothing")
+
+
 @pytest.mark.parametrize("what", ["call", "close"])
 def test_a_fork_of_a_worker_speaks_for_nobody(target):
     with zcx.Worker(target) as w:
@@ -118,6 +128,18 @@ def resident() -> int:
     """Bytes of result files that are in memory here."""
     text = pathlib.Path("/proc/self/smaps").read_text()
     return sum(int(n) << 10 for n in re.findall(r"memfd:zcx-result[^\n]*\n(?:[^\n]*\n)*?Rss:\s+(\d+) kB", text))
+
+
+def test_results_that_outlive_their_worker_give_their_memory_back_when_they_go(target):
+    before = resident()
+    with zcx.Worker(target) as w:
+        x = w.call("filled", 64 << 20)
+        assert bytes(memoryview(x).cast("B")[:: 4096]) == b"\7" * (16 << 10)
+    until(lambda: not parent._all, "the session to be over")
+    assert resident() >= before + (64 << 20)
+    del x
+    gc.collect()
+    assert resident() < before + (4 << 20)
 
 
 # ---- on the simulated driver ----
@@ -159,6 +181,26 @@ def test_a_cancel_that_crosses_the_answer_to_an_allocation(script):
     """)
 
 
+def test_ready_that_cannot_be_posted_for_a_result_costs_the_rung_only(script):
+    """A gate that was made for that result and never told must not be waited for."""
+    script("""
+        import ctypes, os
+        from comfy_zerocopy import parent
+        fail = ctypes.CDLL(os.environ["ZCX_LIBCUDA"]).simcuda_fail
+        allocate = parent.allocate
+        with worker(timeout=10) as w:
+            assert from_worker(w) is True
+            def then_fail(*arguments):
+                made = allocate(*arguments)
+                fail(b"cuStreamWriteValue64:1:719")
+                return made
+            parent.allocate = then_fail
+            assert "cuStreamWriteValue64" in from_worker(w)
+            parent.allocate = allocate
+            assert from_worker(w) is True
+    """)
+
+
 LINGERS = """
 import sys, threading
 sys.modules["torch"] = sys.modules["numpy"] = None
@@ -186,6 +228,19 @@ def interrupted():
     finally:
         tensor.current_stream = before
 """
+
+
+def test_a_release_that_overtakes_done(script, tmp_path):
+    """What was kept when the function returned may be let go of before the GPU is done with the call."""
+    (tmp_path / "lingers.py").write_text(LINGERS)
+    script(f"""
+        x, host = filled(5000, 3), Array(bytearray(9000), 0, (9000,), "uint8")
+        import ctypes
+        host.address = ctypes.addressof(ctypes.c_char.from_buffer(host.owner))
+        with zcx.Worker({str(tmp_path / "lingers.py")!r}, timeout=40, env={{"SIMCUDA_DELAY_US": "300000"}}) as w:
+            for _ in range(5):
+                assert w.call("linger", x, host) == b"\\x03" * 5000
+    """)
 
 
 def test_an_exception_in_the_midst_of_an_allocation_is_not_swallowed(script, tmp_path):
