@@ -33,6 +33,12 @@ DTYPES: dict[str, DType] = {
 }
 
 
+_MEMORYVIEW = {"bool": "?", "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q",
+               "int64": "q", "float32": "f", "float64": "d"}
+_NO_ARITHMETIC = ("an Array computes nothing: install numpy or torch in the worker's environment, or use tobytes(), copy_from() or the "
+                  "memoryview `data`")
+
+
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Row-major strides in bytes."""
     strides, step = [], itemsize
@@ -81,6 +87,9 @@ class Array:
     shape: elements; strides: bytes; dtype: a name such as "float32" (the keys of DTYPES); device: None on the host, else
     the GPU's ordinal in this process; address: of the element at index 0, 0, …; owner: what keeps the memory.
     GPU contents are ready on the legacy default stream, as `__cuda_array_interface__` says.
+
+    It computes nothing, and says so (TypeError). numpy.asarray(array) and torch.from_dlpack(array) look at the same memory;
+    without them there are `data`, `tobytes()` and `copy_from()`.
     """
 
     def __init__(self, owner: Any, address: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None,
@@ -156,6 +165,20 @@ class Array:
             raise ValueError(f"{dtype} and {self.dtype} differ in size")
         return Array(self.owner, self.address, self.shape, dtype, self.strides, self.device)
 
+    @property
+    def data(self) -> memoryview:
+        """The elements of a contiguous array on the host, in order and writable; it keeps the memory. Bytes for a dtype that
+        memoryview does not know (float16, bfloat16, complex, …)."""
+        if self.device is not None or not self.is_contiguous():
+            raise BufferError(f"{self!r} has no data to look at: it is not contiguous, or on a GPU; see tobytes() and copy_from()")
+        import ctypes
+
+        memory: Any = (ctypes.c_char * self.nbytes).from_address(self.address)
+        memory.owner = self.owner  # the memoryview keeps `memory`
+        view = memoryview(memory).cast("B")
+        code = _MEMORYVIEW.get(self.dtype)
+        return view if code is None else view.cast(code)
+
     def tobytes(self) -> bytes:
         """A copy of a contiguous array's bytes; from a GPU it waits for the legacy default stream."""
         if not self.is_contiguous():
@@ -184,3 +207,21 @@ class Array:
             for at, n in pieces(self.owner, self.address, self.nbytes):
                 z.device_copy(self.device, 0, kind, to + at, source + at, n)
             z.synchronize(self.device, 0)
+
+
+def _refuse(self: Array, other: Any = None, *_: Any) -> Any:
+    if other is None or isinstance(other, (int, float, complex, Array, slice, tuple)):
+        raise TypeError(_NO_ARITHMETIC)
+    return NotImplemented  # numpy's and torch's own operators may know what to do
+
+
+def _no_elements(self: Array, *_: Any) -> Any:
+    raise TypeError(_NO_ARITHMETIC)
+
+
+for _name in ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", *(
+        reflected + name for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+        for reflected in ("", "r"))):
+    setattr(Array, f"__{_name}__", _refuse)
+for _name in ("getitem", "setitem", "iter"):
+    setattr(Array, f"__{_name}__", _no_elements)
