@@ -3,20 +3,25 @@
 A worker's environment need not have the package: the parent lends it. It lends what it runs itself, so that an update on disk
 does not meet an older parent. The folder's name is the hash of its contents, in the user's cache: written once, shared by all
 parents of that version, never changed, so that a parent that is killed leaves nothing behind that anybody has to clean up.
+Its time is that of the last worker's start; who writes a new one removes those that nobody used for a month.
 The bytes are kept in memory from the first import on. Does not: lend anything but this package.
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pathlib
+import re
 import shutil
 import stat
 import tempfile
 import threading
+import time
 
 _FOLDER = pathlib.Path(__file__).resolve().parent
 _ENDS = (".py", ".so", ".typed")
+_UNUSED = 30 * 24 * 3600  # seconds after which a folder is removed
 
 
 def _read() -> dict[str, bytes]:
@@ -68,6 +73,16 @@ def _write(root: pathlib.Path, folder: pathlib.Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def _sweep(root: pathlib.Path, keep: str) -> None:
+    """Remove the folders that were not used for long. Only what _write() makes: a folder of this user's, named by a hash."""
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            s = path.lstat()
+            if (re.fullmatch("[0-9a-f]{32}", path.name) and path.name != keep and stat.S_ISDIR(s.st_mode) and s.st_uid == os.geteuid()
+                    and time.time() - s.st_mtime > _UNUSED):
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def folder() -> str:
     """The folder to put on a worker's sys.path; made if it is not there. OSError when no cache folder can be written."""
     with _lock:
@@ -79,7 +94,10 @@ def folder() -> str:
             try:
                 if not _whole(root / name):
                     _write(root, root / name)
+                    _sweep(root, name)
                 if _whole(root / name):
+                    with contextlib.suppress(OSError):
+                        os.utime(root / name)
                     return str(root / name)
             except OSError as e:
                 error = e
