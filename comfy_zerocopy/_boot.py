@@ -23,13 +23,13 @@ def _start(folder, arguments):
             verdict = _native.verdict()
             if verdict.ok:
                 break
-            why = why or str(verdict)
+            why = why or verdict.why
         except ImportError as error:
             why = why or str(error)
         if not lent:
             _unfit(
                 "the parent's extension does not fit this worker's Python %d.%d (%s), and the environment has no comfy_zerocopy of its "
-                "own that does: run '%s -m pip install comfy-zerocopy'. (%s)" % (sys.version_info[0], sys.version_info[1], sys.executable, sys.executable, why)
+                "own that does: install it there from its source, '%s -m pip install ./comfy-zerocopy'. (%s)" % (sys.version_info[0], sys.version_info[1], sys.executable, sys.executable, why)
             )
         # The lent one does not fit: an installed one may. The handshake compares the versions.
         lent = False

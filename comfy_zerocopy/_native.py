@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import os
 import pathlib
 import sys
 import sysconfig
@@ -35,9 +36,10 @@ _found: tuple[Verdict, ModuleType | None] | None = None
 def _how_to_build() -> str:
     root = _FOLDER.parent
     if (root / "setup.py").is_file() and (root / "csrc").is_dir():
-        # Editable, because this very folder is what was imported: a copy elsewhere might stay hidden behind it.
-        return f'Run: "{sys.executable}" -m pip install -e "{root}"'
-    return f'Reinstall it: "{sys.executable}" -m pip install --force-reinstall comfy-zerocopy'
+        # Editable where this very folder stands on the path: a copy elsewhere might stay hidden behind it. The node pack's does not.
+        editable = "-e " if any(os.path.realpath(p or ".") == str(root) for p in sys.path) else ""
+        return f'Run: "{sys.executable}" -m pip install {editable}"{root}"'
+    return f'Reinstall it from its source: "{sys.executable}" -m pip install --force-reinstall ./comfy-zerocopy'
 
 
 def _why_missing(error: ImportError) -> Verdict:

@@ -4,13 +4,14 @@ The pack's own files load this one by its path, before any copy is `comfy_zeroco
 at the top. The rule for two copies, one in the pack's folder and one that pip installed:
 
     1. a copy that is imported already is used
-    2. else the installed one, unless the pack's version is higher
-    3. else the pack's
+    2. else the installed one, unless the pack's version is higher and the pack's extension was built too
+    3. else the pack's; also where neither copy has a fitting extension
 
 Does not: touch CUDA, import torch, or put the pack's folder on sys.path (its setup.py, tests, … would become modules).
 """
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -37,6 +38,17 @@ def _installed() -> pathlib.Path | None:
     return pathlib.Path(spec.origin).resolve().parent if spec is not None and spec.origin else None
 
 
+def _built(folder: pathlib.Path) -> bool:
+    """Has the copy an extension of its own version for this Python? By name and content: nothing is loaded."""
+    version = re.search(r'^__version__ = "(.*?)"', (folder / "__init__.py").read_text(encoding="utf-8"), re.M)
+    try:
+        return version is not None and any(
+            version[1].encode() + b"\0" in (folder / f"_zcx{suffix}").read_bytes() for suffix in importlib.machinery.EXTENSION_SUFFIXES
+            if (suffix != ".abi3.so" or sys.version_info >= (3, 11)) and (folder / f"_zcx{suffix}").is_file())
+    except OSError:
+        return False
+
+
 def choose(pack: pathlib.Path) -> None:
     """Make one copy importable as comfy_zerocopy; say so in one line if there was a choice."""
     beside = pack / NAME
@@ -49,7 +61,12 @@ def choose(pack: pathlib.Path) -> None:
     theirs = _version(installed) if installed is not None else None
     if theirs is not None and (ours is None or theirs >= ours):
         if installed != beside:
-            _log.info("comfy_zerocopy: two copies, the installed one is used (%s), not the pack's", installed)
+            _log.log(logging.DEBUG if theirs == ours else logging.INFO,
+                     "comfy_zerocopy: two copies, the installed one is used (%s), not the pack's", installed)
+        return
+    if theirs is not None and installed is not None and _built(installed) and not _built(beside):
+        _log.warning('comfy_zerocopy: two copies, the installed one is used (%s): the pack\'s is newer, but its extension is not built '
+                     'for this Python. Run: "%s" -m pip install "%s"', installed, sys.executable, pack)
         return
     if theirs is not None:
         _log.info("comfy_zerocopy: two copies, the pack's is newer and is used (%s), not %s", beside, installed)

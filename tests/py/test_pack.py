@@ -4,6 +4,7 @@ HOST does what ComfyUI does with a pack (main.py and nodes.py, 0.3.64): the pres
 before CUDA_VISIBLE_DEVICES; then the folder's __init__.py under its path as module name."""
 from __future__ import annotations
 
+import importlib.machinery
 import pathlib
 import shutil
 
@@ -84,7 +85,7 @@ assert sys.path == path and "torch" not in sys.modules
 # one copy of the package, under its own name
 assert [n for n in sys.modules if n.endswith("comfy_zerocopy") and n not in (pack, pack.replace(".", "_x_"))] == ["comfy_zerocopy"]
 text = report(module)
-assert "not built" in text and f'pip install -e "{os.path.realpath(pack)}"' in text, text
+assert "not built" in text and f'pip install "{os.path.realpath(pack)}"' in text, text
 """, path=(), env={"PACK": str(lay(name))})
 
 
@@ -207,7 +208,22 @@ report(module)
 def test_two_copies(run: Run, lay, tmp_path: pathlib.Path, theirs: str, ours: str, winner: str) -> None:
     pack, site = lay(version=ours), install(tmp_path / "site", theirs)
     out = run(WHICH, path=(site,), env={"PACK": str(pack)}).stdout.splitlines()
-    assert out == [f"{theirs} {site}" if winner == "installed" else f"{ours} {pack}", "1"]
+    assert out == [f"{theirs} {site}" if winner == "installed" else f"{ours} {pack}", "0" if theirs == ours else "1"]
+
+
+@pytest.mark.parametrize("stale", [None, b"of \0000.1.0\000"], ids=["not built", "built before the pull"])
+def test_a_newer_clone_that_was_not_built_leaves_the_installed_copy(run: Run, lay, tmp_path: pathlib.Path, stale: bytes | None) -> None:
+    pack, site = lay(version="0.2.0"), install(tmp_path / "site", "0.1.0")
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    (site / "comfy_zerocopy" / f"_zcx{suffix}").write_bytes(b"of \0000.1.0\000")
+    if stale:
+        (pack / "comfy_zerocopy" / f"_zcx{suffix}").write_bytes(stale)
+    tell = "print(*lines(), sep='\\n')"
+    which = WHICH.replace("\nreport(module)", f"\n{tell}")
+    out = run(which, path=(site,), env={"PACK": str(pack)}).stdout.splitlines()
+    assert out[:2] == [f"0.1.0 {site}", "1"] and f'pip install "{pack}"' in "".join(out[2:]), out
+    (pack / "comfy_zerocopy" / f"_zcx{suffix}").write_bytes(b"of \0000.2.0\000")
+    assert run(which, path=(site,), env={"PACK": str(pack)}).stdout.splitlines()[:2] == [f"0.2.0 {pack}", "1"]
 
 
 def test_imported_already_wins(run: Run, lay, tmp_path: pathlib.Path) -> None:

@@ -79,7 +79,7 @@ def test_not_built_in_a_checkout(run: Run, bare: pathlib.Path) -> None:
 
 
 def test_not_built_in_a_venv(run: Run, bare: pathlib.Path) -> None:
-    assert "--force-reinstall comfy-zerocopy" in run(PUBLIC, path=(bare,)).stdout
+    assert "--force-reinstall ./comfy-zerocopy" in run(PUBLIC, path=(bare,)).stdout
 
 
 def test_built_for_another_python(run: Run, bare: pathlib.Path) -> None:
