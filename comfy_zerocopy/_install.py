@@ -77,6 +77,14 @@ def _say(error: Exception) -> str:
     return getattr(error, "text", None) or str(error) or type(error).__name__
 
 
+def _may_have_gpu() -> bool:
+    """By the driver's device files (WSL2's too): nothing is opened. For advice only."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and getattr(getattr(torch, "version", None), "cuda", "") is None:
+        return False
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/dxg"))) or "ZCX_LIBCUDA" in os.environ
+
+
 class _Installation:
     """The process's one: guarded by a reentrant lock, because an import that our own code causes can fire the hook."""
 
@@ -110,7 +118,8 @@ class _Installation:
         self.state, self.reason = "off", ""
         if self.settings.mode == "off":
             if self.settings.source == "default":
-                self.reason = f"set {config.ENVIRONMENT}=1 to share the GPU tensors that workers return"
+                self.reason = (f"set {config.ENVIRONMENT}=1 to share the GPU tensors that workers return" if _may_have_gpu() else
+                               "no NVIDIA GPU is in sight; CPU tensors need no mode")
             return
         try:
             self.check_machine()

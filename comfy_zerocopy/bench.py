@@ -2,12 +2,7 @@
 
 A time alone says little: it is another one on the next machine. So `--floor PROGRAM` runs, in the same run, a program that does
 the same hand-offs with nothing in between and prints a JSON object a line, {"row", "bytes", "p50_us", …}; each of our rows is
-then given as a ratio to its row there. Rows of ours:
-
-    null    a call without arguments and result
-    host    a CPU tensor in (its bytes are copied once into shared memory) and one of the same size out
-    shared  the same with an input that is in shared memory already, as what another call returned is
-    pool    a GPU tensor in and one of the same size out
+then given as a ratio to its row there. _ROWS says what each row of ours is.
 
 Does not: compute anything in the worker, or say that a figure is good or bad.
 """
@@ -31,6 +26,12 @@ MIB = 1 << 20
 HOST_SIZES = (MIB, 64 * MIB)
 POOL_SIZES = (2 * MIB, 64 * MIB, 1024 * MIB)
 _FLOOR_SECONDS = 120
+_ROWS = {  # for readers of the table
+    "null": "a call without arguments and result",
+    "host": "a CPU tensor in, copied once into shared memory, and one of the same size out",
+    "shared": "the same with an input that is in shared memory already: what another call returned",
+    "pool": "a GPU tensor in and one of the same size out",
+}
 # Our row: the floor's rows that it is compared with, and whether there they have the same size.
 _AGAINST: dict[str, tuple[tuple[str, bool], ...]] = {
     "null": (("host_rtt", False),),
@@ -125,6 +126,7 @@ def _text(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         against = ", ".join(f"{r['ratio']} × {r['floor']}" for r in report["ratios"] if (r["row"], r["bytes"]) == (row["row"], row["bytes"]))
         lines.append(f"{row['row']:7}  {row['bytes']:>13,}  {row['p50_us']:>9.1f}  {row['p99_us']:>9.1f}  {against}".rstrip())
+    lines += ["", *(f"{row:7}  {what}" for row, what in _ROWS.items() if any(r["row"] == row for r in report["rows"]))]
     if not report["floor"]:
         lines += ["", "Times hold for this machine only: give --floor PROGRAM for ratios to what it allows."]
     return "\n".join(lines + ([report["note"]] if report["note"] else []))

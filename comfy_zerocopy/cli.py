@@ -1,4 +1,4 @@
-"""The command line: `python -m comfy_zerocopy demo|doctor|bench [--json]`.
+"""The command line: `python -m comfy_zerocopy demo|doctor|bench [--json]`, and `--version`.
 
 With --json, standard output carries one JSON object and nothing else. Exit status: 0 fine, 1 not, 2 wrong usage.
 Does not: hold any of the commands; each is a module with `main(json_output, …) -> int`, imported when it is asked for.
@@ -12,6 +12,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from . import __version__
+
 _COMMANDS = {
     "demo": "send an image to a worker and back, and show how it went",
     "doctor": "say what this machine can do, why not more, and what to change",
@@ -21,6 +23,7 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m comfy_zerocopy")
+    parser.add_argument("--version", action="version", version=f"comfy_zerocopy {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(_COMMANDS))
     for name, what in _COMMANDS.items():
         command = commands.add_parser(name, help=what, description=what)

@@ -82,7 +82,7 @@ def load(mode: Any = None) -> Settings:
             continue
         found = _mode(value)
         if found is None:
-            problems.append(f"{name}: {value!r} is none of {', '.join(MODES)}; taken as off")
+            problems.append(f"{name}: {value!r} is none of off (or 0), results (or 1), swap; taken as off")
         chosen, source = found or "off", name
         break
     limit = content.get("max_result_bytes")

@@ -288,7 +288,7 @@ def main(json_output: bool) -> int:
         problem = f"{type(error).__name__}: {error}"
     ok = bool(rows) and all(r.verified for r in rows)
     if json_output:
-        found = {"ok": ok, "device": here.device if here else "", "transfers": [r.to_dict() for r in rows]}
+        found = {"ok": ok, "version": __version__, "device": here.device if here else "", "transfers": [r.to_dict() for r in rows]}
         print(json.dumps({**found, "error": problem} if problem else found))
     elif not problem:
         print(text(here, image, what, rows, started))

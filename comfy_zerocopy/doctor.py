@@ -171,7 +171,20 @@ def _torch(may_import: bool) -> Iterator[Finding]:
                       "PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync before torch is imported.")
 
 
-def _mode() -> Iterator[Finding]:
+def _shareable(touch: bool) -> bool:
+    """Is there a GPU whose tensors a mode would share? What cannot be known here counts as yes."""
+    torch: Any = sys.modules.get("torch")
+    if not _native.verdict().ok or (torch is not None and torch.version.cuda is None):
+        return False
+    if not touch:
+        return True
+    try:
+        return any(d["pools"] and d["posix_fd_pools"] for d in _native.zcx().driver()["devices"])
+    except _native.zcx().Failure:
+        return False
+
+
+def _mode(touch: bool) -> Iterator[Finding]:
     settings, status = config.load(), _install.status()
     for problem in settings.problems:
         yield Finding("settings", "bad", problem, "Correct it: what it says is not obeyed.")
@@ -180,6 +193,8 @@ def _mode() -> Iterator[Finding]:
         level = "note" if status.state == "refused" else "ok"
         yield Finding("mode", level, f"{status.mode} (set by {status.source}), {status.state}"
                                      + (f": {status.reason}" if status.reason else ""))
+    elif settings.mode == "off" and not _shareable(touch):
+        yield Finding("mode", "ok", f"off (set by {settings.source}): there are no GPU tensors to share here, and CPU tensors need no mode")
     elif settings.mode == "off":
         yield Finding("mode", "ok", f"off (set by {settings.source}): GPU tensors are not shared, the rest works",
                       f"To share results, set {config.ENVIRONMENT}=1 for ComfyUI" +
@@ -199,7 +214,7 @@ def examine(touch_cuda: bool = True, import_torch: bool = True) -> dict[str, Any
     """The report, ready for JSON: ok, version, findings, status."""
     findings: list[Finding] = []
     for name, look in (("platform", _platform()), ("sharing", _sharing()), ("limits", _limits()),
-                       ("torch", _torch(import_torch)), ("driver", _driver(touch_cuda)), ("mode", _mode())):
+                       ("torch", _torch(import_torch)), ("driver", _driver(touch_cuda)), ("mode", _mode(touch_cuda))):
         findings.extend(_guarded(name, look))
     return {
         "ok": all(f.level != "bad" for f in findings),

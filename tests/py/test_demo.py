@@ -38,7 +38,7 @@ def simulated(tmp_path: pathlib.Path) -> dict[str, str]:
 
 
 def check(found: dict, rungs: list[str]) -> None:
-    assert set(found) == {"ok", "device", "transfers"} and found["ok"] is True and isinstance(found["device"], str)
+    assert set(found) == {"ok", "version", "device", "transfers"} and found["ok"] is True and isinstance(found["device"], str)
     assert [t["rung"] for t in found["transfers"]] == rungs
     assert [t["direction"] for t in found["transfers"]] == ["input", "result", "input"] * (len(rungs) // 3)
     for t in found["transfers"]:
