@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         UnsupportedType,
         WorkerDied,
     )
-    from .parent import Worker, empty
+    from .parent import Report, Transfer, Worker, empty
     from .tree import handle, register
 
 __version__ = "0.1.0"
@@ -36,14 +36,14 @@ _ERRORS = (
 )
 _HOME = {
     **dict.fromkeys(("install", "status", "reclaim", "Status"), "_install"),
-    **dict.fromkeys(("Worker", "empty"), "parent"),
+    **dict.fromkeys(("Report", "Transfer", "Worker", "empty"), "parent"),
     **dict.fromkeys(("register", "handle"), "tree"),
     **dict.fromkeys(_ERRORS, "errors"),
 }
 
 __all__ = [
     "CallTimeout", "Cancelled", "CudaError", "Error", "InputModified", "PayloadTooLarge", "ProtocolError", "RemoteError",
-    "ResultTooLarge", "Status", "UnsupportedPlatform", "UnsupportedType", "Worker", "WorkerDied", "__version__", "empty",
+    "Report", "ResultTooLarge", "Status", "Transfer", "UnsupportedPlatform", "UnsupportedType", "Worker", "WorkerDied", "__version__", "empty",
     "handle", "install", "reclaim", "register", "status",
 ]
 

@@ -48,7 +48,7 @@ class WorkerDied(Error):
                 parts.append(f"killed by signal {signal}")
         elif exit_status is not None:
             parts.append(f"exit status {exit_status}")
-        if state:
+        if state and "cannot be started" not in message:
             parts.append(f"while {state}")
         text = ", ".join(parts)
         if self.stderr:

@@ -198,12 +198,20 @@ class _Session:
 class Worker:
     """A worker process. Starts with the first call, and again with the next call after it died.
 
-    target: a module's name, or the path of a .py file, that uses comfy_zerocopy.worker.expose.
-    python: the interpreter, 3.10 or newer (default: this one); it needs nothing installed, the package is lent to it.
-    env: changes to the environment (None removes a variable). cwd: its working directory. name: for logs.
+    target: a module's name, or the path of a .py file, that uses comfy_zerocopy.worker.expose. A relative path is taken from
+        this process's working directory, not from the caller's file: in a node pack, pathlib.Path(__file__).with_name("w.py").
+    python: the interpreter (default: this one). 3.11 or newer needs nothing installed, the package is lent to it; 3.10 only if
+        this process runs 3.10 too, or if the package is installed in that environment.
+    env: changes to this process's environment (None removes a variable). cwd: its working directory. name: for logs.
     timeout: seconds for each call that names none; None: no limit. It covers waiting for the worker's turn and its start.
     max_result_bytes: all results of one call together; None: as the configuration says, else what the machine can hold.
-    on_progress: called as on_progress(done, total, message) in the calling thread.
+    on_progress: called as on_progress(done, total, message) in the calling thread; what it raises stops the call, and call()
+        raises it.
+
+    Attributes: name; pid, alive; on_progress; last_report: a Report, whose `transfers` say how each buffer of the last call
+    crossed (of a call that failed: what it had lent by then; a call that failed before anything was lent leaves none).
+
+    What a worker prints goes to logging, "comfy_zerocopy.worker." + name: stdout at INFO, stderr at WARNING.
 
     Raises UnsupportedPlatform where workers cannot run. Calls may come from any thread; they are taken in order, one at a
     time. A context manager: leaving it closes the worker."""
@@ -214,6 +222,8 @@ class Worker:
                  on_progress: Callable[[float, float, str], Any] | None = None) -> None:
         _native.require()
         target = os.fspath(target)
+        if not target:
+            raise ValueError("target is empty: name a module, or the path of a .py file")
         if target.endswith(".py"):
             target = os.path.abspath(target)  # the worker may have another working directory
         if max_result_bytes is not None and max_result_bytes < 0:
@@ -224,7 +234,7 @@ class Worker:
         self.name = name or pathlib.Path(target).stem
         if max_result_bytes is None:
             max_result_bytes = config.load().max_result_bytes
-        self._timeout, self._max_result_bytes, self._on_progress = timeout, max_result_bytes, on_progress
+        self._timeout, self._max_result_bytes, self.on_progress = _seconds(timeout), max_result_bytes, on_progress
         self._turn = _Turn()
         self._box: list[_Session | None] = [None]
         # A worker that is dropped without close() does not keep its process.
@@ -268,8 +278,12 @@ class Worker:
         return self.pid is not None
 
     def status(self) -> dict[str, Any]:
-        """name, pid, alive, state; pools and windows, by device: "proved", or why they are not used; and what the session
-        holds: counts and bytes."""
+        """name, pid, alive, state; pools and windows, by device: "proved", or why they are not used; and of the session:
+
+        calls (so far), transfers (buffers that are lent now), kept and kept_bytes (of these, what the worker still refers to after its
+        call), quarantined (buffers not given back before the worker is gone), result_bytes (host results in use), warm_bytes (host
+        memory kept for the next result), input_bytes (host memory that copied inputs lie in), handles (objects of this process that
+        the worker holds handles to; handles to the worker's objects are counted there, not here)."""
         s = self._session
         found: dict[str, Any] = {"name": self.name, "pid": self.pid, "alive": self.alive, "state": "closed" if self._closed else "not started",
                                  **(s.pools if s is not None else self._demoted).status()}
@@ -316,6 +330,7 @@ class Worker:
         """call() in the background. GPU inputs are read when the work that is queued *now* on this thread's current streams is
         done. cancel() reaches the worker while it runs. Futures of one worker run in the order of submission."""
         self._require_own()
+        _seconds(timeout)
         with self._queue_lock:
             if self._queue is None:
                 self._queue = _Queue(self)
@@ -323,8 +338,9 @@ class Worker:
 
     @contextlib.contextmanager
     def lease(self, tensor: Any) -> Iterator[None]:
-        """While it is open, the tensor (or a tree of them) stays imported in the worker, so that the calls in it import nothing
-        anew, and the memory is this process's to keep. It ends with the worker: a worker that died holds no lease.
+        """While it is open, the tensor (or a tree of them) stays imported in the worker: calls in it need not import a shared GPU
+        tensor again. It spares no copies: what is ordinary memory of this process is copied by each call all the same. It ends with
+        the worker: a worker that died holds no lease.
 
         Raises what call() raises when the lease begins; its end raises nothing."""
         number = next(_numbers)
@@ -342,7 +358,7 @@ class Worker:
         if not isinstance(function, str):
             raise TypeError(f"the function is named by a str, not by {type(function).__qualname__}")
         self._require_own()
-        timeout = self._timeout if timeout is None else timeout
+        timeout = self._timeout if timeout is None else _seconds(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._turn.take(deadline):
             raise CallTimeout(f"{self.name}.{function}: the worker was busy with other calls for {timeout} s")
@@ -401,7 +417,12 @@ class Worker:
         try:
             s = _Session(self)
         except OSError as error:
-            raise WorkerDied(f"worker {self.name} cannot be started: {error}", state="starting") from error
+            what = str(error)
+            if self._cwd is not None and not os.path.isdir(self._cwd):
+                what = f"cwd {self._cwd!r} is no directory"
+            elif self._python is not None and error.filename == self._python:
+                what = f"python {self._python!r} cannot be run: {error.strerror}"
+            raise WorkerDied(f"worker {self.name} cannot be started: {what}", state="starting") from error
         try:
             with s.busy:
                 s.parent.hello(__version__, platform.python_version())
@@ -422,6 +443,17 @@ class Worker:
         self._session = s
         return s
 
+
+
+def _seconds(timeout: Any) -> float | None:
+    """A timeout as it was given; None is no limit, and so is one that no clock here could hold."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout is a number of seconds or None, not a {type(timeout).__qualname__}")
+    if not timeout >= 0:
+        raise ValueError(f"timeout is a number of seconds, 0 or more, not {timeout}; None is no limit")
+    return None if timeout > 1e9 else timeout
 
 
 def _ns(deadline: float | None) -> int | None:
@@ -462,7 +494,7 @@ def _died(owner: Worker, s: _Session, failure: Any, state: str) -> Exception:
         owner._session = None
     if known["exit_status"] == process.UNFIT and state == "starting":
         why = known["stderr"][-1] if known["stderr"] else "its environment cannot run a worker"
-        return UnsupportedPlatform(f"worker {owner.name}: {why}")
+        return UnsupportedPlatform(f"worker {owner.name}: {why.removeprefix('comfy_zerocopy: ')}")
     if failure.code == z.E_PROTOCOL:
         return ProtocolError(f"worker {owner.name}: {failure}; it was ended")
     if failure.code not in (z.E_DIED, z.E_PROTOCOL):
@@ -725,8 +757,8 @@ class _Call:
             self._allocate(*event[1:])
         elif kind == "handle_drop":
             self.session.handles.forget(event[1])
-        elif kind == "progress" and self.owner._on_progress is not None:
-            self.owner._on_progress(*event[1:])
+        elif kind == "progress" and self.owner.on_progress is not None:
+            self.owner.on_progress(*event[1:])
 
     def _on_event_late(self, event: tuple[Any, ...]) -> None:
         if event[0] == "alloc":
@@ -855,6 +887,8 @@ class _Call:
             return ResultTooLarge(f"{place}: {message}")
         if code == z.FAILED_MEMORY:
             return _out_of_memory(f"{place}, in the worker: {message}\n\n{text}", "cuda" in kind.lower())
+        if "arguments" in detail:
+            return UnsupportedType(f"worker {self.owner.name} cannot take an argument of {self.function}: {message}")
         if "unsupported" in detail:
             return UnsupportedType(f"in what {place} returned: {message}")
         if "payload" in detail:

@@ -267,7 +267,7 @@ class Encoder:
         kind = type(o)
         registered = _by_type.get(kind)
         if registered is not None:
-            return registered[0], registered[1](o)
+            return registered[0], self._encoded(o, *registered)
         if kind is handle or kind is RemoteHandle:
             return self._handle(o)
         torch = tensor.loaded("torch")
@@ -291,6 +291,20 @@ class Encoder:
             if isinstance(o, unwanted):
                 return why
         return None
+
+    def _encoded(self, o: Any, tag: str, encode: Callable[[Any], Any]) -> Any:
+        try:
+            return encode(o)
+        except (Error, MemoryError):
+            raise
+        except Exception as error:
+            torch = tensor.loaded("torch")
+            if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            roots = {"call": {"args": 1, "kwargs": 2}, "result": {"result": 0}}.get(self._root, {})
+            place = next(filter(None, (find(self._tree[i], lambda other: other is o, root) for root, i in roots.items())), "")
+            raise UnsupportedType(f"the encode() that is registered for {type(o).__qualname__} under the tag {tag!r} failed: "
+                                  f"{type(error).__name__}: {error}", place) from error
 
     def _scalar(self, a: Any) -> Any:
         """A numpy scalar as the array of no dimensions that it is: numpy gives an empty string a width there."""

@@ -154,6 +154,10 @@ class _Gone(Exception):
     """The parent is gone, or this process's GPU context is: nothing is left to do here."""
 
 
+class _NotHere(UnsupportedType):
+    """An argument that this environment cannot represent."""
+
+
 class _Worker:
     def __init__(self, session: Any, watch: Any) -> None:
         self.session, self.watch = session, watch
@@ -233,7 +237,10 @@ class _Worker:
                 self.seq = 0
 
     def _run(self, data: bytes, kept: list[Any]) -> bytes:
-        name, args, kwargs = tree.decode(data, self._view, self.handles, {"zcx.to_device": self._to_device})
+        try:
+            name, args, kwargs = tree.decode(data, self._view, self.handles, {"zcx.to_device": self._to_device})
+        except tensor.Unfit as unfit:
+            raise _NotHere(str(unfit)) from None
         function = _exposed.get(name)
         if function is None:
             known = ", ".join(sorted(n for n in _exposed if "." not in n)) or "none"
@@ -406,13 +413,16 @@ def describe(error: BaseException) -> bytes:
         message = str(error)
     except Exception:
         message = "(its __str__ failed)"
+    own = error.__traceback__
+    while own is not None and own.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
+        own = own.tb_next  # how we came to the user's code tells nobody anything
     try:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
     except Exception:
         text = ""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ in ("builtins", __name__) else f"{kind.__module__}.{kind.__qualname__}"
-    detail = {"unsupported": error.place} if isinstance(error, UnsupportedType) else {"payload": True} if isinstance(error, PayloadTooLarge) else {}
+    detail = {"arguments": True} if isinstance(error, _NotHere) else {"unsupported": error.place} if isinstance(error, UnsupportedType) else {"payload": True} if isinstance(error, PayloadTooLarge) else {}
     return zcx().encode((name, message[:100_000], text[-200_000:], detail), lambda o: None)
 
 

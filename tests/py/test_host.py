@@ -733,7 +733,7 @@ def test_the_parent_gets_back_its_own_library(bare):
 
 def test_what_a_bare_worker_cannot_say(bare):
     for x in (torch.ones(2, dtype=torch.complex64).conj(), np.zeros(2, "M8[s]")):
-        with pytest.raises(zcx.RemoteError, match="in this environment"):
+        with pytest.raises(zcx.UnsupportedType, match="worker bare cannot take an argument of echo: .* in this environment"):
             bare.call("echo", x)
     assert bare.call("echo", 1) == 1
 

@@ -1,0 +1,210 @@
+"""What somebody meets who tries the package for the first time: each mistake gets a sentence that helps."""
+from __future__ import annotations
+
+import ctypes
+import decimal
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from conftest import ROOT, WORKERS, Run
+
+import comfy_zerocopy as zcx
+from comfy_zerocopy import array, snapshot, tree
+from comfy_zerocopy.array import Array
+
+# ---- arrays ----
+
+
+def floats(*values: float) -> Array:
+    data = (ctypes.c_float * len(values))(*values)
+    return Array(data, ctypes.addressof(data), (len(values),), "float32")
+
+
+@pytest.mark.parametrize("what", ["1 - a", "a - 1", "a + a", "-a", "a < 1", "a[0]", "a[...]", "list(a)", "a ** 2", "2 @ a"])
+def test_an_array_computes_nothing_and_says_what_to_do(what: str) -> None:
+    with pytest.raises(TypeError, match=r"install numpy or torch in the worker's environment, or use tobytes\(\), copy_from\(\)"):
+        eval(what, {"a": floats(1, 2)})
+    with pytest.raises(TypeError, match="install numpy or torch"):
+        floats(1, 2)[:] = 3
+
+
+def test_libraries_may_still_compute_with_an_array() -> None:
+    np = pytest.importorskip("numpy")
+    assert (floats(1, 2) + np.ones(2)).tolist() == [2, 3] and (np.ones(2) - floats(1, 2)).tolist() == [0, -1]
+    assert floats(1) != floats(1) and np.asarray(floats(1, 2)).tolist() == [1, 2]
+
+
+def test_the_data_of_an_array() -> None:
+    a = floats(1, 2, 3)
+    assert list(a.data) == [1, 2, 3] and a.data.format == "f"
+    a.data[1] = 7
+    assert list(a.data) == [1, 7, 3]
+    view = Array(a.owner, a.address, (3,), "float32").data
+    del a
+    assert list(view) == [1, 7, 3]  # the view keeps the memory
+    part = floats(1, 2, 3)
+    assert list(Array(part.owner, part.address + 4, (2, 1), "float32").data) == [2, 3]
+    assert Array(part.owner, part.address, (6,), "float16").data.format == "B"
+    assert list(Array(None, 0, (0, 3), "float32").data) == []
+    for unfit in (Array(part.owner, part.address, (2,), "float32", (8,)), Array(None, 4096, (2,), "float32", None, 0)):
+        with pytest.raises(BufferError, match="not contiguous, or on a GPU"):
+            _ = unfit.data
+    assert set(array._MEMORYVIEW) < set(array.DTYPES)
+
+
+def test_the_data_of_inputs_and_results_in_a_worker_without_libraries(run: Run, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "bare.py").write_text("""
+from array import array
+from comfy_zerocopy.worker import empty_like, expose
+@expose
+def invert(image):
+    out = empty_like(image)
+    out.data[:] = array("f", [1 - x for x in image.data])
+    return out
+@expose
+def wrong(image):
+    return 1 - image
+""")
+    done = run("""
+        import sys
+        from array import array
+        import comfy_zerocopy as zcx
+        from comfy_zerocopy.array import Array
+        a = array("f", [0, 0.25, 1])
+        image = Array(a, a.buffer_info()[0], (3,), "float32")
+        with zcx.Worker("bare.py") as w:
+            got = w.call("invert", image)
+            print(list(got.data), w.last_report.transfers[1].copied)
+            try:
+                w.call("wrong", image)
+            except zcx.RemoteError as error:
+                print(error.message)
+    """)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "[1.0, 0.75, 0.0] False" and "install numpy or torch" in lines[1]
+
+
+# ---- what is wrong with the arguments ----
+
+
+@pytest.mark.parametrize(("timeout", "kind", "says"), [
+    ("3", TypeError, "a number of seconds or None, not a str"), (True, TypeError, "not a bool"), (-1, ValueError, "0 or more, not -1"),
+    (float("nan"), ValueError, "0 or more, not nan"),
+])
+def test_timeouts_that_are_none(start: Any, timeout: Any, kind: type[Exception], says: str) -> None:
+    w = start("plain")
+    for use in (lambda: zcx.Worker("plain", timeout=timeout), lambda: w.call("echo", timeout=timeout), lambda: w.submit("echo", timeout=timeout)):
+        with pytest.raises(kind, match=says):
+            use()
+
+
+def test_a_timeout_beyond_every_clock_is_no_limit(start: Any) -> None:
+    assert start("plain").call("echo", 1, timeout=float("inf")) == start("plain", timeout=1e300).call("echo", 1) == 1
+
+
+def test_no_target() -> None:
+    with pytest.raises(ValueError, match="name a module, or the path of a .py file"):
+        zcx.Worker("")
+
+
+def test_which_of_them_cannot_be_used(start: Any) -> None:
+    for options, says in (({"python": "/nowhere/python"}, "python '/nowhere/python' cannot be run: No such file"),
+                          ({"cwd": "/nowhere"}, "cwd '/nowhere' is no directory"),
+                          ({"cwd": "/nowhere", "python": "/nowhere/python"}, "cwd '/nowhere' is no directory")):
+        with pytest.raises(zcx.WorkerDied, match=rf"worker plain cannot be started: {says}") as caught:
+            start("plain", **options).call("echo")
+        assert "while starting" not in str(caught.value)
+
+
+def test_a_worker_of_an_old_python_is_named_once(start: Any, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 9, 18, 'final', 0)\n")
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    fake.chmod(0o755)
+    with pytest.raises(zcx.UnsupportedPlatform, match="^worker plain: this worker's Python is 3.9"):
+        start("plain", python=fake).call("where")
+
+
+# ---- types ----
+
+
+def test_an_encode_that_fails_is_named(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "_by_type", {})
+    monkeypatch.setattr(tree, "_by_tag", {})
+    zcx.register(decimal.Decimal, "test.Bad", lambda d: d.nothing, decimal.Decimal)
+    w = start("plain")
+    with pytest.raises(zcx.UnsupportedType, match="registered for Decimal under the tag 'test.Bad' failed: AttributeError") as caught:
+        w.call("echo", 1, {"x": [decimal.Decimal(1)]})
+    assert isinstance(caught.value.__cause__, AttributeError) and caught.value.place == "args[1]['x'][0]"
+    zcx.register(decimal.Decimal, "test.Bad", lambda d: bytes(1 << 62), decimal.Decimal)
+    with pytest.raises(MemoryError):
+        w.call("echo", decimal.Decimal(1))
+    assert w.call("echo", 1) == 1
+
+
+def test_what_help_shows() -> None:
+    for word in ("last_report", "on_progress", "name", "pid"):
+        assert word in (zcx.Worker.__doc__ or "")
+    assert zcx.Transfer("input", 1, "host", True, "x") in zcx.Report((zcx.Transfer("input", 1, "host", True, "x"),)).transfers
+    keys = {"calls", "transfers", "kept", "kept_bytes", "quarantined", "result_bytes", "warm_bytes", "input_bytes", "handles"}
+    with zcx.Worker(WORKERS / "plain.py") as w:
+        w.call("echo", 1)
+        assert set(w.status()) - keys <= {"name", "pid", "alive", "state", "pools", "windows"} and keys <= set(w.status())
+    assert all(key in (zcx.Worker.status.__doc__ or "") for key in keys)
+
+
+# ---- what a remote error shows ----
+
+
+def test_a_remote_traceback_begins_in_the_users_code(start: Any, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(zcx.RemoteError) as caught:
+        start("plain").call("boom", "x")
+    assert "comfy_zerocopy/worker.py" not in caught.value.traceback and "in boom" in caught.value.traceback
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    with pytest.raises(zcx.RemoteError, match="importing .*broken.py failed: No module named 'no_such_module'") as caught:
+        start(tmp_path / "broken.py").call("f")
+    frames = [line for line in caught.value.traceback.splitlines() if line.lstrip().startswith("File")]
+    assert len(frames) == 1 and "broken.py" in frames[0], caught.value.traceback
+
+
+# ---- the folder in the cache ----
+
+
+def test_snapshots_that_nobody_used_for_a_month_are_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "comfy-zerocopy"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    old = time.time() - 40 * 24 * 3600
+    stale, used, other, file = root / ("a" * 32), root / ("b" * 32), root / "notes", root / ("c" * 32)
+    for folder in (stale, used, other):
+        (folder / "comfy_zerocopy").mkdir(parents=True)
+    file.touch()
+    (root / ("d" * 32)).symlink_to(other)
+    for path in (stale, other, file):
+        os.utime(path, (old, old))
+    here = snapshot.folder()
+    assert sorted(p.name for p in root.iterdir()) == sorted([used.name, other.name, file.name, "d" * 32, pathlib.Path(here).name])
+    os.utime(here, (old, old))
+    assert snapshot.folder() == here and time.time() - os.stat(here).st_mtime < 1000  # used: young again
+    assert (other / "comfy_zerocopy").is_dir()
+
+
+# ---- the command line ----
+
+
+def test_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "comfy_zerocopy", "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"comfy_zerocopy {zcx.__version__}\n"
+
+
+def test_bench_says_what_its_rows_are() -> None:
+    from comfy_zerocopy import bench
+
+    assert set(bench._ROWS) == set(bench._AGAINST)
+    row = {"row": "shared", "bytes": 1, "p50_us": 1.0, "p99_us": 2.0, "n": 3}
+    text = bench._text({"version": "1", "device": "CPU", "library": "", "rows": [row], "ratios": [], "floor": [], "note": ""})
+    assert f"shared   {bench._ROWS['shared']}" in text and bench._ROWS["pool"] not in text
