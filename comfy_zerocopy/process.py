@@ -148,24 +148,28 @@ class Process:
         sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         live_read, live_write = os.pipe2(os.O_CLOEXEC)
+        popen = None
         try:
             handed = [theirs.fileno(), their_control.fileno(), live_write]
-            self._popen = subprocess.Popen(
+            popen = subprocess.Popen(
                 [executable, "-c", snapshot.boot(), folder, *map(str, handed), *arguments],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=handed, cwd=cwd,
                 env=environment(env, python is not None and os.path.realpath(python) != os.path.realpath(sys.executable)),
                 start_new_session=True, bufsize=0)
+            self.pidfd = os.pidfd_open(popen.pid)
         except BaseException:
             sock.close()
             control.close()
             os.close(live_read)
+            if popen is not None:
+                popen.kill()
+                popen.communicate()
             raise
         finally:
             theirs.close()
             their_control.close()
             os.close(live_write)
-        self.pid = self._popen.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        self._popen, self.pid = popen, popen.pid
         self.sock, self.control = sock.detach(), control.detach()
         self._live = live_read
         for stream, level in ((self._popen.stdout, logging.INFO), (self._popen.stderr, logging.WARNING)):

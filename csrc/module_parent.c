@@ -385,8 +385,7 @@ static PyObject *parent_drop_handle(PyObject *self, PyObject *arg) {
     unsigned long long handle = PyLong_AsUnsignedLongLong(arg);
     struct zcx_err err = {0};
     if (PyErr_Occurred()) return NULL;
-    zcx_parent_drop_handle(session_of(self), handle, &err); /* a peer that is gone holds nothing any more */
-    Py_RETURN_NONE;
+    return PyBool_FromLong(zcx_parent_drop_handle(session_of(self), handle, &err) <= 0); /* a peer that is gone holds nothing any more */
 }
 
 static PyObject *parent_bye(PyObject *self, PyObject *unused) {
@@ -459,7 +458,7 @@ static PyMethodDef parent_methods[] = {
     {"end", parent_end, METH_NOARGS, "end(): the call is over; what the worker does not keep is released"},
     {"gone", parent_gone, METH_NOARGS, "gone(): the worker and its children are gone; everything is released"},
     {"cancel", parent_cancel, METH_O, "cancel(seq); any thread"},
-    {"drop_handle", parent_drop_handle, METH_O, "drop_handle(handle); any thread"},
+    {"drop_handle", parent_drop_handle, METH_O, "drop_handle(handle) -> bool: False when the worker has no room to be told now; any thread"},
     {"bye", parent_bye, METH_NOARGS, "bye()"},
     {"shutdown", parent_shutdown, METH_NOARGS, "shutdown(): cut the connection; any thread"},
     {"stats", parent_stats, METH_NOARGS, "stats() -> dict; any thread"},

@@ -384,11 +384,12 @@ static PyObject *worker_progress(PyObject *self, PyObject *args) {
 static PyObject *worker_drop_handle(PyObject *self, PyObject *arg) {
     unsigned long long handle = PyLong_AsUnsignedLongLong(arg);
     struct zcx_err err = {0};
+    int r;
     if (PyErr_Occurred()) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    zcx_worker_drop_handle(session_of(self), handle, &err); /* a parent that is gone holds nothing any more */
+    r = zcx_worker_drop_handle(session_of(self), handle, &err);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return PyBool_FromLong(r <= 0); /* a parent that is gone holds nothing any more */
 }
 
 static PyMethodDef worker_methods[] = {
@@ -400,7 +401,7 @@ static PyMethodDef worker_methods[] = {
     {"finish", worker_finish, METH_VARARGS, "finish(type, code, transfer, tree): un-import, DONE, and the message"},
     {"alive", worker_alive, METH_NOARGS, "alive() -> imports of this call that somebody still references"},
     {"progress", worker_progress, METH_VARARGS, "progress(done, total, message); any thread"},
-    {"drop_handle", worker_drop_handle, METH_O, "drop_handle(handle); any thread"},
+    {"drop_handle", worker_drop_handle, METH_O, "drop_handle(handle) -> bool: False when the parent did not read in time; any thread"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -128,7 +128,7 @@ void *zcx_parent_released(struct zcx_parent *p);
 
 /* CANCEL for this call, on the control socket. Any thread. */
 int zcx_parent_cancel(struct zcx_parent *p, uint64_t seq, struct zcx_err *err);
-int zcx_parent_drop_handle(struct zcx_parent *p, uint64_t handle, struct zcx_err *err); /* any thread */
+int zcx_parent_drop_handle(struct zcx_parent *p, uint64_t handle, struct zcx_err *err); /* any thread; 1: no room now, try again */
 int zcx_parent_bye(struct zcx_parent *p, struct zcx_err *err);
 void zcx_parent_shutdown(struct zcx_parent *p); /* any thread: a step under way ends with -ZCX_E_DIED */
 
@@ -202,7 +202,7 @@ int zcx_worker_finish(struct zcx_worker *w, enum zcx_type type, uint32_t code, u
 uint32_t zcx_worker_alive(struct zcx_worker *w);
 int zcx_worker_failed_start(struct zcx_worker *w, const void *tree, size_t tree_bytes, struct zcx_err *err);
 int zcx_worker_progress(struct zcx_worker *w, double done, double total, const char *message, size_t n, struct zcx_err *err); /* any thread; dropped when the parent does not read */
-int zcx_worker_drop_handle(struct zcx_worker *w, uint64_t handle, struct zcx_err *err); /* any thread */
+int zcx_worker_drop_handle(struct zcx_worker *w, uint64_t handle, struct zcx_err *err); /* any thread; 1: the parent does not read */
 
 /* ======== watch (xfer_watch.c): the worker's eye on the control socket ======== */
 

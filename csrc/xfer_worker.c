@@ -851,6 +851,5 @@ int zcx_worker_progress(struct zcx_worker *w, double done_so_far, double total, 
 int zcx_worker_drop_handle(struct zcx_worker *w, uint64_t handle, struct zcx_err *err) {
     struct zcx_header h = {.type = ZCX_HANDLE_DROP, .id = handle};
     if (w->pid != getpid()) return 0; /* a copy of the token went, not the token */
-    int r = zcx_sock_send(&w->sock, h, NULL, 0, NULL, 0, zcx_now() + SEND_NS, err);
-    return r == 1 ? 0 : r;
+    return zcx_sock_send(&w->sock, h, NULL, 0, NULL, 0, zcx_now() + SEND_NS, err);
 }

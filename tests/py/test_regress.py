@@ -108,7 +108,62 @@ def test_a_worker_that_never_stops_reporting_stops_no_clock(target):
         w.call("nothing")
 
 
+def test_submit_to_a_worker_that_is_closed(target):
+    w = zcx.Worker(target)
+    w.submit("nothing").result(20)
+    w.close()
+    with pytest.raises(zcx.Error, match="closed"):
+        w.submit("nothing").result(20)
+
+
+def test_a_worker_that_died_while_the_call_was_made_ready_is_dead(target):
+    class Deadly:
+        def __init__(self, w):
+            self.w = w
+
+    def encode(o):
+        session = o.w._session
+        o.w.kill()
+        until(session.process.gone.is_set, "gone")
+        until(lambda: session.parent is None or session.parent.state == "broken", "its session to be over")
+        return None
+
+    zcx.register(Deadly, "test.deadly", encode, lambda o: o)
+    with zcx.Worker(target) as w:
+        w.call("nothing")
+        with pytest.raises(zcx.WorkerDied):
+            w.call("nothing", Deadly(w))
+        w.call("nothing")
+
+
 @pytest.mark.parametrize("what", ["call", "close"])
+def test_a_worker_used_from_within_its_own_call_is_an_error_and_no_deadlock(target, what):
+    seen = []
+
+    def on_progress(*_):
+        try:
+            w.call("nothing", timeout=5) if what == "call" else w.close()
+        except zcx.Error as error:
+            seen.append(error)
+
+    w = zcx.Worker(target, on_progress=on_progress)
+    w.call("step")
+    assert len(seen) == 1 and "within" in str(seen[0]), seen
+    w.call("nothing")
+    w.close()
+
+
+def test_handles_dropped_while_a_worker_is_busy_are_not_forgotten(target):
+    with zcx.Worker(target) as w:
+        tokens = w.call("many", 3000)
+        assert w.call("alive") == 3000
+        busy = w.submit("sleep", 0.5)
+        until(lambda: w.status().get("state") == "calling", "the call to run")
+        tokens.clear()
+        busy.result(20)
+        until(lambda: w.call("alive") == 0, "the worker to let go of all")
+
+
 def test_a_fork_of_a_worker_speaks_for_nobody(target):
     with zcx.Worker(target) as w:
         o = object()
@@ -140,6 +195,25 @@ def test_results_that_outlive_their_worker_give_their_memory_back_when_they_go(t
     del x
     gc.collect()
     assert resident() < before + (4 << 20)
+
+
+def test_a_start_that_fails_half_way_leaves_no_descriptor(target, monkeypatch):
+    def descriptors():
+        gc.collect()
+        return sorted(os.listdir("/proc/self/fd"))
+
+    with zcx.Worker(target) as w:
+        w.call("nothing")
+    until(lambda: not parent._all, "the session to be over")
+    before = descriptors()
+
+    def none(pid):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", none)
+    with zcx.Worker(target) as w, pytest.raises(zcx.WorkerDied, match="Too many open files"):
+        w.call("nothing")
+    until(lambda: descriptors() == before, "all to be closed")
 
 
 # ---- on the simulated driver ----
