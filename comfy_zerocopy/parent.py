@@ -77,12 +77,19 @@ class _Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.held = False
+        self._holder = 0  # its thread
         self._queue: collections.deque[threading.Lock] = collections.deque()
+
+    def require_free(self, what: str) -> None:
+        """Who has the turn would wait for itself: callbacks, hooks and finalizers run in the midst of a call."""
+        if self.held and self._holder == threading.get_ident():
+            raise Error(f"{what} from within a call of the same worker")
 
     def take(self, deadline: float | None) -> bool:
         with self._lock:
             if not self.held:
                 self.held = True
+                self._holder = threading.get_ident()
                 return True
             mine = threading.Lock()
             mine.acquire()
@@ -93,7 +100,10 @@ class _Turn:
             if not self._leave(mine):
                 self.give()
             raise
-        return got or not self._leave(mine)
+        got = got or not self._leave(mine)
+        if got:
+            self._holder = threading.get_ident()
+        return got
 
     def _leave(self, mine: threading.Lock) -> bool:
         """Out of the queue; False: the turn was given to it in the meantime."""
@@ -105,6 +115,7 @@ class _Turn:
 
     def give(self) -> None:
         with self._lock:
+            self._holder = 0
             if self._queue:
                 self._queue.popleft().release()
             else:
@@ -287,19 +298,23 @@ class Worker:
         s = self._session
         found: dict[str, Any] = {"name": self.name, "pid": self.pid, "alive": self.alive, "state": "closed" if self._closed else "not started",
                                  **(s.pools if s is not None else self._demoted).status()}
-        if s is not None and s.parent is not None:
-            found["state"] = s.parent.state if self.alive else "dead"
-            found.update(s.parent.stats())
+        parent = s.parent if s is not None else None  # the keeper lets go of it when the worker is gone
+        if s is not None and parent is not None:
+            found["state"] = parent.state if self.alive else "dead"
+            found.update(parent.stats())
             found["handles"] = len(s.handles or ())
         return found
 
     def close(self) -> None:
         """Let the running call end, say goodbye, and end the process. Idempotent; a later call is an error."""
-        self._closed = True
+        self._turn.require_free(f"worker {self.name} cannot be closed")
+        with self._queue_lock:  # what is submitted from here on is refused
+            self._closed = True
+            queue = self._queue
         if self._foreign:
             return
-        if self._queue is not None:
-            self._queue.close()
+        if queue is not None:
+            queue.close()
         self._turn.take(None)
         try:
             s, self._session = self._session, None
@@ -332,6 +347,7 @@ class Worker:
         self._require_own()
         _seconds(timeout)
         with self._queue_lock:
+            self._require_open()
             if self._queue is None:
                 self._queue = _Queue(self)
             return self._queue.put(function, args, kwargs, timeout, tensor.current_streams())
@@ -360,11 +376,11 @@ class Worker:
         self._require_own()
         timeout = self._timeout if timeout is None else _seconds(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._turn.require_free(f"{self.name}.{function} cannot be called")
         if not self._turn.take(deadline):
             raise CallTimeout(f"{self.name}.{function}: the worker was busy with other calls for {timeout} s")
         try:
-            if self._closed:
-                raise Error(f"worker {self.name} is closed: make another one")
+            self._require_open()
             while True:
                 session = self._started(deadline, timeout)
                 call = _Call(self, session, function, streams, deadline, timeout)
@@ -397,6 +413,10 @@ class Worker:
                 session.process.kill()
                 return f"{stuck}: a process that tried it {canary.ending(session.process.describe())}" if died else str(stuck)
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise Error(f"worker {self.name} is closed: make another one")
+
     def _require_own(self) -> None:
         if self._foreign:
             raise Error(f"worker {self.name} belongs to the process that started it, not to its fork: make another one here")
@@ -425,6 +445,8 @@ class Worker:
             raise WorkerDied(f"worker {self.name} cannot be started: {what}", state="starting") from error
         try:
             with s.busy:
+                if s.process.gone.is_set():
+                    raise _died(self, s, None, "starting")
                 s.parent.hello(__version__, platform.python_version())
                 event = s.parent.run(_ns(deadline), lambda event: None)
         except _native.zcx().Failure as failure:
@@ -475,17 +497,19 @@ def _abandon(box: list[_Session | None]) -> None:
 def _end(s: _Session) -> None:
     if not s.process.exited.is_set():
         with s.busy:
-            if s.parent is not None:
-                s.parent.bye()
+            parent = s.parent
+            if parent is not None:
+                parent.bye()
         if not s.process.wait(_BYE):
             s.process.kill()
             s.process.wait(_BYE)
 
 
 def _died(owner: Worker, s: _Session, failure: Any, state: str) -> Exception:
-    """The session is of no more use: make sure that the process ends, and say what is known."""
+    """The session is of no more use: make sure that the process ends, and say what is known. failure: None if it is gone already."""
     z = _native.zcx()
-    if failure.code == z.E_DIED:
+    code = z.E_DIED if failure is None else failure.code
+    if code == z.E_DIED:
         s.process.wait(1.0)  # its end of the socket closes a moment before it can be reaped
     s.process.kill()
     s.process.wait(_BYE)
@@ -495,9 +519,9 @@ def _died(owner: Worker, s: _Session, failure: Any, state: str) -> Exception:
     if known["exit_status"] == process.UNFIT and state == "starting":
         why = known["stderr"][-1] if known["stderr"] else "its environment cannot run a worker"
         return UnsupportedPlatform(f"worker {owner.name}: {why.removeprefix('comfy_zerocopy: ')}")
-    if failure.code == z.E_PROTOCOL:
+    if code == z.E_PROTOCOL:
         return ProtocolError(f"worker {owner.name}: {failure}; it was ended")
-    if failure.code not in (z.E_DIED, z.E_PROTOCOL):
+    if code != z.E_DIED:
         return _failed(failure)
     text = str(failure)
     detail = f": {text}" if text.startswith("its work on the GPU") else ""
@@ -558,6 +582,8 @@ class _Call:
         try:
             first = encoder.collect()
             with self.session.busy:
+                if self.session.process.gone.is_set():  # since it was chosen: the keeper takes the session apart
+                    raise _died(self.owner, self.session, None, "idle")
                 return self._run(encoder, first)
         finally:
             if not self.sent:
@@ -586,6 +612,7 @@ class _Call:
     def _attempt(self, encoder: tree.Encoder, first: bytes) -> tuple[Any, ...] | None:
         """Lend, send, wait. None: the worker refused a buffer, and another rung is to be tried."""
         self.transfers, self.inputs, self.results = [], {}, {}
+        self.session.handles.catch_up()
         self.seq = self.parent.begin(self.owner._max_result_bytes)
         if self.wanted_cancel:
             raise Cancelled(f"{self.owner.name}.{self.function} was cancelled before it ran")
@@ -1079,7 +1106,7 @@ def reclaim() -> int:
     """Give back host memory that is kept warm for the next result; bytes."""
     with _all_lock:
         sessions = list(_all)
-    return sum(s.parent.reclaim() for s in sessions if s.parent is not None)
+    return sum(parent.reclaim() for parent in [s.parent for s in sessions] if parent is not None)
 
 
 def _at_exit() -> None:

@@ -76,15 +76,17 @@ class RemoteHandle:
             table.drop(self._number)
 
 
-def _nobody(number: int) -> None:
+def _nobody(number: int) -> bool:
     """Tells of a dropped handle where nobody is left to be told."""
+    return True
 
 
 class Handles:
     """One session's: the objects that stayed here, by number, and how the other side's are dropped."""
 
-    def __init__(self, own_side: str, peer: str, drop: Callable[[int], None]) -> None:
+    def __init__(self, own_side: str, peer: str, drop: Callable[[int], bool]) -> None:
         self.side, self.peer, self._send = own_side, peer, drop
+        self._untold: list[int] = []  # dropped while the other side had no room to be told
         self.open = True
         self._numbers = itertools.count(1)
         self._objects: dict[int, Any] = {}
@@ -106,12 +108,22 @@ class Handles:
 
     def drop(self, number: int) -> None:
         try:
-            self._send(number)
+            if not self._send(number):
+                self._untold.append(number)
         except Exception:  # in a finalizer; a session that ends takes its objects with it
             pass
 
+    def catch_up(self) -> None:
+        """Tell of what could not be told before, as far as there is room now."""
+        while self._untold:
+            number = self._untold.pop()
+            if not self._send(number):
+                self._untold.append(number)
+                return
+
     def close(self) -> None:
         self.open = False
+        self._untold.clear()
         self._send = _nobody  # a session's descriptors must not wait for the garbage collector
         self._objects.clear()
 

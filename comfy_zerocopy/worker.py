@@ -189,8 +189,13 @@ class _Worker:
             if uuid is None:
                 raise Error(f"there is no device cuda:{device} in this worker")
             what = (1, bytes.fromhex(uuid), dtype, itemsize, shape)
-        got = self.session.alloc(what, tensor.current_stream)
         z = zcx()
+        try:
+            got = self.session.alloc(what, tensor.current_stream)
+        except z.Failure as failure:
+            if failure.code != z.E_RANGE:
+                raise
+            raise Error(str(failure)) from None  # not in a call, or in a fork
         if isinstance(got, tuple):
             code, reason = got
             if code == z.REFUSED_TOO_LARGE:
