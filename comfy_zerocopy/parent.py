@@ -382,6 +382,7 @@ class Worker:
         try:
             self._require_open()
             while True:
+                self.last_report = Report(())  # a call that fails early must not show what another one moved
                 session = self._started(deadline, timeout)
                 call = _Call(self, session, function, streams, deadline, timeout)
                 if running is not None:
