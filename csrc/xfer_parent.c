@@ -100,7 +100,6 @@ struct zcx_parent {
     int64_t done_since;             /* when DONE was first looked for */
     int64_t deadline;               /* of the step under way or the last one: answers wait no longer for a worker that does not read */
     uint64_t wanted_request;        /* of the ALLOC that the caller is answering */
-    int released_event;
 
     pthread_mutex_t lock;           /* over all below: statistics and reclaim come from other threads */
     struct transfer *transfers;     /* ascending ids */
