@@ -14,6 +14,7 @@ main thread. Does not: choose rungs or own memory; the parent does.
 from __future__ import annotations
 
 import bisect
+import errno
 import faulthandler
 import gc
 import importlib
@@ -384,7 +385,8 @@ class _Worker:
             code = z.FAILED_MODIFIED
         elif isinstance(error, ResultTooLarge):
             code = z.FAILED_TOO_LARGE
-        elif isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)):
+        elif (isinstance(error, MemoryError) or (isinstance(error, z.Failure) and error.code == errno.ENOMEM)
+              or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError))):
             code = z.FAILED_MEMORY
         body = describe(error)
         forget(error)
@@ -416,14 +418,14 @@ def describe(error: BaseException) -> bytes:
     """(type, message, traceback, detail) as a tree. Whatever the exception's own code does, this answers."""
     try:
         message = str(error)
-    except Exception:
+    except BaseException:  # also what would end the process
         message = "(its __str__ failed)"
     own = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
         own = own.tb_next  # how we came to the user's code tells nobody anything
     try:
         text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
-    except Exception:
+    except BaseException:
         text = ""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ in ("builtins", __name__) else f"{kind.__module__}.{kind.__qualname__}"

@@ -325,3 +325,56 @@ def test_an_exception_in_the_midst_of_an_allocation_is_not_swallowed(script, tmp
             assert w.call("interrupted") == "heard"
             assert w.status()["kept"] == 0
     """)
+
+
+SPOILT = """
+import resource
+from comfy_zerocopy.worker import empty, expose
+
+class Final(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+@expose
+def final():
+    raise Final
+
+@expose
+def nothing(*a): pass
+
+@expose
+def fill_up():
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20),) * 2)
+
+@expose
+def filled(nbytes):
+    return empty((nbytes,), "uint8")
+"""
+
+
+def test_an_error_whose_text_would_end_the_process_is_told(tmp_path):
+    path = tmp_path / "spoilt.py"
+    path.write_text(SPOILT)
+    with zcx.Worker(path) as w:
+        w.call("nothing")
+        before = w.pid
+        with pytest.raises(zcx.RemoteError, match="__str__ failed"):
+            w.call("final")
+        w.call("nothing")
+        assert w.pid == before
+
+
+def test_a_worker_without_address_space_says_that_it_lacks_memory(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    path = tmp_path / "spoilt.py"
+    path.write_text(SPOILT)
+    with zcx.Worker(path) as w:
+        w.call("fill_up")
+        before = w.pid
+        with pytest.raises(MemoryError, match="in the worker"):
+            w.call("filled", 1 << 26)
+        with pytest.raises(MemoryError, match="in the worker"):
+            w.call("nothing", numpy.zeros(1 << 26, "uint8"))
+        w.call("nothing")
+        assert w.pid == before
