@@ -43,6 +43,7 @@ from .errors import (
 _log = logging.getLogger("comfy_zerocopy")
 _GRACE = 5.0  # seconds that a worker gets to stop after a cancel, before it is replaced
 _KEPT_POLL = 0.2  # seconds between looks for the release of what an idle worker keeps
+_REST = 30.0  # seconds without a call after which memory that is only kept for speed is given back
 _BYE = 5.0  # seconds that a worker gets to end by itself
 
 #: Names of the rungs, best first: what a report calls them.
@@ -127,7 +128,8 @@ class _Session:
 
     def __init__(self, owner: Worker) -> None:
         self.busy = threading.Lock()  # held by the thread that drives the session; the keeper releases nothing under it
-        self.watching = False
+        self.watching = self.resting = False
+        self.called = 0.0  # time.monotonic() of the last call's end
         self.handles: tree.Handles | None = None
         self.parent: Any = None
         self.pools = canary.Pools(owner.name, owner._demoted)
@@ -148,11 +150,30 @@ class _Session:
         parent = self.parent
         return not self.process.exited.is_set() and parent is not None and parent.state == "idle" and not self.pools.unfinished
 
-    def watch_kept(self) -> None:
-        """While the worker keeps buffers after a call, hear of their release also when nobody calls it. After each call."""
+    def after_call(self) -> None:
+        """While the worker keeps buffers, hear of their release also when nobody calls it; and when nobody has called for a
+        while, give back what host memory is only kept to make the next call faster."""
+        self.called = time.monotonic()
         if not self.watching and self.parent.stats()["kept"]:
             self.watching = True
             process.keeper().do(lambda: process.keeper().later(_KEPT_POLL, self._look_idle))
+        if not self.resting:
+            self.resting = True
+            process.keeper().do(lambda: process.keeper().later(_REST, self._rest))
+
+    def _rest(self) -> None:
+        """Keeper's thread."""
+        parent, left = self.parent, self.called + _REST - time.monotonic()
+        if parent is None:
+            return
+        if left <= 0 and self.busy.acquire(blocking=False):
+            try:
+                self.resting = False
+                parent.rest()
+            finally:
+                self.busy.release()
+        else:
+            process.keeper().later(max(left, 1.0), self._rest)
 
     def _look_idle(self) -> None:
         """Keeper's thread. A caller that drives the session hears of it itself."""
@@ -608,7 +629,7 @@ class _Call:
             if self.parent.state == "broken":
                 self.session.process.kill()
             else:
-                self.session.watch_kept()
+                self.session.after_call()
 
     def _attempt(self, encoder: tree.Encoder, first: bytes) -> tuple[Any, ...] | None:
         """Lend, send, wait. None: the worker refused a buffer, and another rung is to be tried."""

@@ -422,6 +422,14 @@ static PyObject *parent_reclaim(PyObject *self, PyObject *unused) {
     return PyLong_FromUnsignedLongLong(n);
 }
 
+static PyObject *parent_rest(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Py_BEGIN_ALLOW_THREADS
+    zcx_parent_rest(session_of(self));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *parent_fileno(PyObject *self, PyObject *unused) {
     (void)unused;
     return PyLong_FromLong(zcx_parent_fd(session_of(self)));
@@ -463,6 +471,7 @@ static PyMethodDef parent_methods[] = {
     {"shutdown", parent_shutdown, METH_NOARGS, "shutdown(): cut the connection; any thread"},
     {"stats", parent_stats, METH_NOARGS, "stats() -> dict; any thread"},
     {"reclaim", parent_reclaim, METH_NOARGS, "reclaim() -> bytes given back; any thread"},
+    {"rest", parent_rest, METH_NOARGS, "rest(): nobody calls now; gives back all that is kept only for speed"},
     {"fileno", parent_fileno, METH_NOARGS, "fileno() -> the socket"},
     {"idle", parent_idle, METH_NOARGS, "idle() -> bool: gone, and no stream has a post of ours outstanding"},
     {NULL, NULL, 0, NULL},

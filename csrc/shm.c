@@ -26,8 +26,8 @@
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
 
-/* What a file may keep warm: a batch of images of one workflow is some tens of MiB, and pages that are there already make a
- * result of 64 MiB several times cheaper. More would be memory that no other program can have. */
+/* What a file may keep warm unless it is told otherwise: a batch of images of one workflow is some tens of MiB, and pages that
+ * are there already make a result of 64 MiB several times cheaper. */
 #define WARM_MAX (256ull << 20)
 /* Ranges from here on start at a multiple of it, so that the kernel may use huge pages. */
 #define LARGE (2ull << 20)
@@ -54,7 +54,7 @@ struct zcx_shm {
     int retired;
     struct extent *free; /* NULL: not a result file of the parent */
     size_t nfree, capacity, nout;
-    uint64_t taken, warm;
+    uint64_t taken, warm, warm_max;
 };
 
 static uint64_t page_size(void) { return (uint64_t)sysconf(_SC_PAGESIZE); }
@@ -290,6 +290,7 @@ int zcx_shm_result_new(struct zcx_shm **out, uint64_t nbytes, struct zcx_err *er
     s->free = extents;
     s->nfree = 1;
     s->capacity = 16;
+    s->warm_max = WARM_MAX;
     *out = s;
     return 0;
 }
@@ -488,9 +489,9 @@ void zcx_shm_range_put(struct zcx_shm *s, uint64_t offset, uint64_t nbytes) {
         pthread_mutex_unlock(&s->mutex); /* was free already: the second put of one range must not free another's */
         return;
     }
-    warm = !s->retired && size <= WARM_MAX;
+    warm = !s->retired && size <= s->warm_max;
     /* What was used last is what will be asked for next: so the older ones go. */
-    if (warm && s->warm + size > WARM_MAX) cool(s);
+    if (warm && s->warm + size > s->warm_max) cool(s);
     if (!warm) {
         pthread_mutex_unlock(&s->mutex);
         punch(s, offset, size); /* can take long, and the range is still nobody else's */
@@ -499,6 +500,8 @@ void zcx_shm_range_put(struct zcx_shm *s, uint64_t offset, uint64_t nbytes) {
     put_back(s, offset, size, warm);
     pthread_mutex_unlock(&s->mutex);
 }
+
+void zcx_shm_keep_warm(struct zcx_shm *s, uint64_t bound) { s->warm_max = bound; }
 
 void zcx_shm_usage(struct zcx_shm *s, uint64_t *taken, uint64_t *warm) {
     *taken = *warm = 0;

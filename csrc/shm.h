@@ -34,6 +34,8 @@ int zcx_shm_result_new(struct zcx_shm **out, uint64_t nbytes, struct zcx_err *er
 int zcx_shm_range_take(struct zcx_shm *s, uint64_t nbytes, uint64_t *offset, struct zcx_err *err);
 /* Give the range back: kept warm for reuse up to a bound, else its pages are punched out. In a forked child: nothing. */
 void zcx_shm_range_put(struct zcx_shm *s, uint64_t offset, uint64_t nbytes);
+/* What the file may keep warm (at first 256 MiB); before ranges are taken. */
+void zcx_shm_keep_warm(struct zcx_shm *s, uint64_t bound);
 /* Bytes in ranges handed out; bytes kept warm. Punch out the warm ones: returns bytes given back. */
 void zcx_shm_usage(struct zcx_shm *s, uint64_t *taken, uint64_t *warm);
 uint64_t zcx_shm_reclaim(struct zcx_shm *s);

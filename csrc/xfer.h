@@ -144,6 +144,7 @@ struct zcx_parent_stats {
 };
 void zcx_parent_stats(struct zcx_parent *p, struct zcx_parent_stats *out); /* any thread */
 uint64_t zcx_parent_reclaim(struct zcx_parent *p); /* any thread: gives warm ranges back; bytes */
+void zcx_parent_rest(struct zcx_parent *p); /* nobody calls now: gives back all that is kept only for speed */
 
 /* ======== worker ======== */
 

@@ -12,8 +12,14 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* What idle input segments may hold before the oldest is dropped. */
-#define INPUT_IDLE_BYTES (256ull << 20)
+/* What idle input segments, and what the result file's free ranges, may hold: a part of the machine's memory, because pages that
+ * are there already make a large tensor several times cheaper. It is given back when nobody has called for a while
+ * (zcx_parent_rest). */
+static uint64_t warm_bound(void) {
+    uint64_t bound = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 16;
+    return bound < (256ull << 20) ? 256ull << 20 : bound > (4ull << 30) ? 4ull << 30 : bound;
+}
+
 /* A worker that does not read an answer for this long is not going to: its socket is full of our messages. */
 #define ANSWER_NS (30ll * 1000000000)
 /* DONE is looked for this long without sleeping, then with sleeps of an eighth of the time that it has taken so far, so that
@@ -145,6 +151,7 @@ int zcx_parent_new(struct zcx_parent **out, struct zcx_files *files, int sock_fd
     while (space < want) space *= 2;
     r = zcx_shm_result_new(&p->results, space, err);
     if (r) goto free_gate;
+    zcx_shm_keep_warm(p->results, warm_bound());
     zcx_files_sweep(files);
     r = zcx_files_add(files, p->results, err);
     if (r) goto free_results;
@@ -564,6 +571,38 @@ static uint64_t placed(uint64_t at, uint64_t nbytes) {
     return (at + alignment - 1) & ~(alignment - 1);
 }
 
+/* Segments that nobody uses: foreign ones go at once when their worker has no result left, input ones above the bound. */
+static void segments_trim(struct zcx_parent *p, uint64_t idle_bound) {
+    pthread_mutex_lock(&p->lock);
+    uint64_t idle = 0;
+    for (struct segment **at = &p->segments, *s; (s = *at);) {
+        uint64_t size = zcx_shm_size(s->file), taken = 0, warm = 0;
+        if (s->kind == ZCX_SHM_FOREIGN) zcx_shm_usage(s->file, &taken, &warm);
+        int drop = !s->uses && (s->kind == ZCX_SHM_INPUT ? idle + size > idle_bound : s->kind == ZCX_SHM_FOREIGN && !taken);
+        if (!drop) {
+            if (s->kind == ZCX_SHM_INPUT && !s->uses) idle += size;
+            at = &s->next;
+            continue;
+        }
+        *at = s->next;
+        /* Best effort and without waiting: a worker that missed it holds an fd and a file that is empty for us. */
+        struct zcx_header h = {.type = ZCX_SEGMENT_DROP, .id = s->id};
+        if (s->sent && p->state != ZCX_BROKEN) zcx_sock_send(&p->sock, h, NULL, 0, NULL, 0, 0, NULL);
+        zcx_shm_unref(s->file);
+        free(s);
+    }
+    pthread_mutex_unlock(&p->lock);
+}
+
+/* Memory that is only kept for speed: 1 when there was some. */
+static int give_up_idle(struct zcx_parent *p) {
+    struct zcx_parent_stats before, after;
+    zcx_parent_stats(p, &before);
+    segments_trim(p, 0);
+    zcx_parent_stats(p, &after);
+    return zcx_shm_reclaim(p->results) > 0 || after.input_bytes < before.input_bytes;
+}
+
 int zcx_parent_lend_copies(struct zcx_parent *p, struct zcx_source *sources, size_t n, struct zcx_err *err) {
     REQUIRE(p, p->state == ZCX_PREPARING, "lending", err);
     uint64_t total = 0;
@@ -580,7 +619,7 @@ int zcx_parent_lend_copies(struct zcx_parent *p, struct zcx_source *sources, siz
         struct zcx_shm *file;
         uint64_t size = total < (1u << 20) ? 1u << 20 : total + total / 8; /* a little more, so that the next call fits too */
         r = zcx_shm_input_new(&file, size, err);
-        if (r && size > total) r = zcx_shm_input_new(&file, total ? total : 1, err);
+        if (r && (size > total || give_up_idle(p))) r = zcx_shm_input_new(&file, total ? total : 1, err);
         if (r) return r;
         r = segment_new(p, file, ZCX_SHM_INPUT, &best, err);
         if (r) return r;
@@ -599,30 +638,6 @@ int zcx_parent_lend_copies(struct zcx_parent *p, struct zcx_source *sources, siz
         at += sources[i].nbytes;
     }
     return 0;
-}
-
-/* Segments that nobody uses: foreign ones go at once when their worker has no result left, input ones above the bound. */
-static void segments_trim(struct zcx_parent *p, uint64_t idle_bound, uint64_t *freed) {
-    pthread_mutex_lock(&p->lock);
-    uint64_t idle = 0;
-    for (struct segment **at = &p->segments, *s; (s = *at);) {
-        uint64_t size = zcx_shm_size(s->file), taken = 0, warm = 0;
-        if (s->kind == ZCX_SHM_FOREIGN) zcx_shm_usage(s->file, &taken, &warm);
-        int drop = !s->uses && (s->kind == ZCX_SHM_INPUT ? idle + size > idle_bound : s->kind == ZCX_SHM_FOREIGN && !taken);
-        if (!drop) {
-            if (s->kind == ZCX_SHM_INPUT && !s->uses) idle += size;
-            at = &s->next;
-            continue;
-        }
-        *at = s->next;
-        /* Best effort and without waiting: a worker that missed it holds an fd and a file that is empty for us. */
-        struct zcx_header h = {.type = ZCX_SEGMENT_DROP, .id = s->id};
-        if (s->sent && p->state != ZCX_BROKEN) zcx_sock_send(&p->sock, h, NULL, 0, NULL, 0, 0, NULL);
-        if (s->kind == ZCX_SHM_INPUT && freed) *freed += size;
-        zcx_shm_unref(s->file);
-        free(s);
-    }
-    pthread_mutex_unlock(&p->lock);
 }
 
 int zcx_parent_send(struct zcx_parent *p, const void *tree, size_t tree_bytes, int64_t deadline, struct zcx_err *err) {
@@ -692,6 +707,7 @@ static int alloc_host(struct zcx_parent *p, uint64_t request, uint64_t nbytes, s
     int r = reserve(p, err);
     if (r) return r;
     r = zcx_range_new(&range, p->results, nbytes, &why);
+    if (r && give_up_idle(p)) r = zcx_range_new(&range, p->results, nbytes, &why);
     if (r) return refuse(p, request, ZCX_REFUSED_MEMORY, why.text[0] ? why.text : strerror(-r < 1000 ? -r : ENOMEM), err);
     struct transfer t = {.range = range, .wire = {.rung = ZCX_RUNG_HOST, .flags = ZCX_BUFFER_RESULT, .nbytes = nbytes,
                                                   .offset = zcx_range_offset(range), .key = 0 /* the result file is segment 0 */}};
@@ -1019,7 +1035,7 @@ void zcx_parent_end(struct zcx_parent *p) {
     free(p->outcome_bytes);
     p->outcome_bytes = NULL;
     if (p->state != ZCX_BROKEN) p->state = ZCX_IDLE;
-    segments_trim(p, INPUT_IDLE_BYTES, NULL);
+    segments_trim(p, warm_bound());
 }
 
 int zcx_parent_cancel(struct zcx_parent *p, uint64_t seq, struct zcx_err *err) {
@@ -1116,6 +1132,10 @@ void zcx_parent_stats(struct zcx_parent *p, struct zcx_parent_stats *out) {
     zcx_shm_usage(p->results, &s.result_bytes_taken, &s.result_bytes_warm);
     pthread_mutex_unlock(&p->lock);
     *out = s;
+}
+
+void zcx_parent_rest(struct zcx_parent *p) {
+    if (p->creator == getpid() && p->state == ZCX_IDLE) give_up_idle(p);
 }
 
 uint64_t zcx_parent_reclaim(struct zcx_parent *p) {

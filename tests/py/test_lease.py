@@ -103,3 +103,17 @@ def test_a_lease_ends_quietly_with_its_worker(worker):
     assert kept(worker) == 0
     with worker.lease(np.ones(10)):
         worker.close()
+
+
+def test_memory_that_is_only_kept_for_speed_is_given_back_when_nobody_calls(worker, monkeypatch):
+    from comfy_zerocopy import parent
+
+    monkeypatch.setattr(parent, "_REST", 0.1)
+    worker.call("keep", np.zeros(100000))
+    got = worker.call("result")
+    worker.call("forget_later")
+    del got
+    until(lambda: worker.status()["kept"] == 0)
+    until(lambda: worker.status()["input_bytes"] == 0 and worker.status()["warm_bytes"] == 0)
+    worker.call("nothing", np.zeros(100000))  # and it comes back when it is needed
+    assert worker.status()["input_bytes"] >= 800000
