@@ -29,7 +29,7 @@ def _start(folder, arguments):
         if not lent:
             _unfit(
                 "the parent's extension does not fit this worker's Python %d.%d (%s), and the environment has no comfy_zerocopy of its "
-                "own that does: install it there from its source, '%s -m pip install ./comfy-zerocopy'. (%s)" % (sys.version_info[0], sys.version_info[1], sys.executable, sys.executable, why)
+                "own that does: install it there from its source: '%s -m pip install ./comfy-zerocopy'. (%s)" % (sys.version_info[0], sys.version_info[1], sys.executable, sys.executable, why)
             )
         # The lent one does not fit: an installed one may. The handshake compares the versions.
         lent = False

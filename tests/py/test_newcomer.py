@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import pytest
-from conftest import ROOT, WORKERS, Run
+from conftest import FAKES, ROOT, WORKERS, Run
 
 import comfy_zerocopy as zcx
 from comfy_zerocopy import array, snapshot, tree
@@ -147,6 +147,19 @@ def test_an_encode_that_fails_is_named(start: Any, monkeypatch: pytest.MonkeyPat
     assert w.call("echo", 1) == 1
 
 
+def test_the_report_of_a_call_that_failed_is_its_own(start: Any) -> None:
+    w = start("plain")
+    x = floats(1, 2)
+    w.call("echo", x)
+    assert len(w.last_report.transfers) == 1
+    with pytest.raises(zcx.UnsupportedType):
+        w.call("echo", object())
+    assert w.last_report == zcx.Report(())
+    with pytest.raises(zcx.RemoteError):
+        w.call("boom", x)
+    assert [t.direction for t in w.last_report.transfers] == ["input"]
+
+
 def test_what_help_shows() -> None:
     for word in ("last_report", "on_progress", "name", "pid"):
         assert word in (zcx.Worker.__doc__ or "")
@@ -191,6 +204,43 @@ def test_snapshots_that_nobody_used_for_a_month_are_removed(tmp_path: pathlib.Pa
     os.utime(here, (old, old))
     assert snapshot.folder() == here and time.time() - os.stat(here).st_mtime < 1000  # used: young again
     assert (other / "comfy_zerocopy").is_dir()
+
+
+# ---- advice ----
+
+ADVICE = """
+import sys, types
+from comfy_zerocopy import _native
+import fake_zcx
+fake_zcx.put()
+from comfy_zerocopy import doctor
+torch = {torch}
+if torch: sys.modules["torch"] = torch
+(mode,) = [f for f in doctor.examine(touch_cuda={touch}, import_torch=False)["findings"] if f["topic"] == "mode"]
+print("COMFY_ZEROCOPY=1" in mode["todo"], "no GPU tensors to share" in mode["says"])
+"""
+CPU_TORCH = "types.SimpleNamespace(__version__='2', version=types.SimpleNamespace(cuda=None))"
+
+
+@pytest.mark.parametrize(("torch", "touch", "devices", "advised"), [
+    ("None", True, "11", True), ("None", True, "00", False), ("None", True, "", False), ("None", False, "", True), (CPU_TORCH, True, "11", False),
+    (CPU_TORCH, False, "11", False),
+])
+def test_doctor_advises_a_mode_only_where_there_is_something_to_share(run: Run, torch: str, touch: bool, devices: str, advised: bool) -> None:
+    done = run(ADVICE.format(torch=torch, touch=touch), path=(FAKES, ROOT), env={"FAKE_DEVICES": devices})
+    assert done.stdout == f"{advised} {not advised}\n"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_start_line_advises_it_only_where_a_driver_is_in_sight(run: Run, there: bool) -> None:
+    done = run(f"""
+        import os
+        exists = os.path.exists
+        os.path.exists = lambda path: {there} if str(path) == "/dev/nvidiactl" else not str(path).startswith("/dev/") and exists(path)
+        import comfy_zerocopy
+        print(comfy_zerocopy.install().reason)
+    """)
+    assert ("COMFY_ZEROCOPY=1" in done.stdout) is there and ("no NVIDIA GPU is in sight" in done.stdout) is not there
 
 
 # ---- the command line ----
