@@ -13,13 +13,19 @@ def enum(name: str) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"ZCX_(\w+) = (\d+)", body)}
 
 
+def table(name: str) -> dict[str, str]:
+    body = re.search(rf" {name}\[ZCX_TYPE_END\] = \{{(.*?)\}};", SOURCE, re.S).group(1)
+    return dict(re.findall(r"\[ZCX_(\w+)\] = (\d)", body))
+
+
 def test_message_types() -> None:
     rows = re.findall(r"^\| (\d+) \| (\w+) \| [PW, ]+ \| (\d) \|", DOC, re.M)
     types = enum("zcx_type")
     del types["TYPE_END"]
     assert {name: int(number) for number, name, _ in rows} == types
-    carried = dict(re.findall(r"\[ZCX_(\w+)\] = (\d)", SOURCE))
-    assert {name: fds for _, name, fds in rows if fds != "0"} == carried
+    assert {name: fds for _, name, fds in rows if fds != "0"} == table("fds_of_type")
+    bare = re.findall(r"^\| \d+ \| (\w+) \| [PW, ]+ \| \d \| [^|]* \| [^|]* \| none \|", DOC, re.M)
+    assert dict.fromkeys(bare, "1") == table("is_bare")
 
 
 def test_failures_and_refusals() -> None:
