@@ -88,7 +88,7 @@ def tests(arguments: list[str], seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         # -p no:cacheprovider: a record leaves nothing behind in the tree.
-        found, _ = step([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments], seconds)
+        found, _ = step([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}", *arguments], seconds)
         cases = list(xml.etree.ElementTree.parse(report).iter("testcase")) if report.exists() else []
     found["tests"] = [_case(case) for case in cases]
     count = {outcome: sum(t["outcome"] == outcome for t in found["tests"]) for outcome in ("passed", "failed", "skipped")}
@@ -105,7 +105,8 @@ def _case(case: xml.etree.ElementTree.Element) -> dict[str, Any]:
         part = case.find(kind)
         if part is not None:
             found.update(outcome=outcome, why=(part.get("message") or "")[:300])
-    return found
+    measured = {p.get("name"): p.get("value") for p in case.iter("property")}
+    return {**found, "measured": measured} if measured else found
 
 
 def command(name: str, arguments: list[str]) -> dict[str, Any]:
