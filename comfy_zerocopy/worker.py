@@ -421,10 +421,12 @@ def describe(error: BaseException) -> bytes:
     except BaseException:  # also what would end the process
         message = "(its __str__ failed)"
     own = error.__traceback__
-    while own is not None and own.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
+    while own is not None and own.tb_frame.f_code.co_filename.startswith((__file__, importlib.__file__, "<frozen importlib")):
         own = own.tb_next  # how we came to the user's code tells nobody anything
+    if own is None and not isinstance(error, (Error, ImportError, OSError, SyntaxError)):
+        own = error.__traceback__  # a fault of this file's
     try:
-        text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
+        text = "".join(traceback.format_exception(type(error), error, own))
     except BaseException:
         text = ""
     kind = type(error)

@@ -183,6 +183,11 @@ def test_a_remote_traceback_begins_in_the_users_code(start: Any, tmp_path: pathl
         start(tmp_path / "broken.py").call("f")
     frames = [line for line in caught.value.traceback.splitlines() if line.lstrip().startswith("File")]
     assert len(frames) == 1 and "broken.py" in frames[0], caught.value.traceback
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    for target, kind in ((tmp_path / "broken.py", "SyntaxError"), (tmp_path / "missing.py", "FileNotFoundError"), ("no_such_module", "ModuleNotFoundError")):
+        with pytest.raises(zcx.RemoteError, match="importing .* failed") as caught:
+            start(target).call("f")
+        assert caught.value.type_name == kind and "worker.py" not in caught.value.traceback and "importlib" not in caught.value.traceback
 
 
 # ---- the folder in the cache ----
