@@ -935,7 +935,7 @@ class _Call:
         if code == z.FAILED_TOO_LARGE:
             return ResultTooLarge(f"{place}: {message}")
         if code == z.FAILED_MEMORY:
-            return _out_of_memory(f"{place}, in the worker: {message}\n\n{text}", "cuda" in kind.lower())
+            return _out_of_memory(f"{place}, in the worker: {message}\n\n{text}", "OutOfMemoryError" in kind)
         if "arguments" in detail:
             return UnsupportedType(f"worker {self.owner.name} cannot take an argument of {self.function}: {message}")
         if "unsupported" in detail:
