@@ -347,7 +347,7 @@ class Worker:
     def kill(self) -> None:
         """End the process and wait until it was reaped. A call that runs raises WorkerDied; the next call starts a new process."""
         s = self._session
-        if s is not None:
+        if s is not None and not self._foreign:  # a fork would wait for an end that it cannot see
             s.pools.killed = True
             s.process.kill()
             s.process.wait(_BYE)
@@ -465,6 +465,8 @@ class Worker:
             elif self._python is not None and error.filename == self._python:
                 what = f"python {self._python!r} cannot be run: {error.strerror}"
             raise WorkerDied(f"worker {self.name} cannot be started: {what}", state="starting") from error
+        except _native.zcx().Failure as failure:
+            raise _failed(failure) from None
         try:
             with s.busy:
                 if s.process.gone.is_set():

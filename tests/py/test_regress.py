@@ -378,3 +378,31 @@ def test_a_worker_without_address_space_says_that_it_lacks_memory(tmp_path):
             w.call("nothing", numpy.zeros(1 << 26, "uint8"))
         w.call("nothing")
         assert w.pid == before
+
+
+def test_a_parent_without_address_space_cannot_start_a_worker_and_says_why(target, monkeypatch):
+    z = parent._native.zcx()
+
+    def full(*_):
+        failure = z.Failure("mmap: Cannot allocate memory")
+        failure.code = 12
+        raise failure
+
+    monkeypatch.setattr(z, "Parent", full)
+    with zcx.Worker(target) as w:
+        with pytest.raises(MemoryError, match="Cannot allocate"):
+            w.call("nothing")
+        monkeypatch.undo()
+        w.call("nothing")
+
+
+def test_kill_in_a_fork_of_the_parent_waits_for_nobody(target):
+    with zcx.Worker(target) as w:
+        w.call("nothing")
+        pid = os.fork()
+        if not pid:
+            begin = time.monotonic()
+            w.kill()
+            os._exit(int(time.monotonic() - begin > 2))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        w.call("nothing")
