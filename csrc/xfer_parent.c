@@ -444,11 +444,11 @@ static int proof_seen(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err
     if (!f->failed) {
         r = read_marks(p, &why);
         f->failed = r != 0;
-        if (r) {
-            snprintf(f->reason, sizeof f->reason, "what the worker wrote did not arrive: %.180s", why.cuda ? zcx_driver_error_name(why.cuda) : why.text);
-            p->pools[f->gate.pool].doubted[f->step - 1] = f->memory; /* DONE came too early: the worker may write there yet */
-            f->memory = 0;
-        }
+        if (r) snprintf(f->reason, sizeof f->reason, "what the worker wrote did not arrive: %.180s", why.cuda ? zcx_driver_error_name(why.cuda) : why.text);
+    }
+    if (f->failed) { /* DONE came too early, or an un-import failed: the worker may reach that memory yet */
+        p->pools[f->gate.pool].doubted[f->step - 1] = f->memory;
+        f->memory = 0;
     }
     if (f->step == ZCX_PROVE_WINDOWS) p->pools[f->gate.pool].windows = f->failed ? ZCX_WINDOWS_NO : ZCX_WINDOWS_YES;
     ev->kind = ZCX_EV_PROVED;

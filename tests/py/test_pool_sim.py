@@ -1,0 +1,451 @@
+"""The pool rung across processes, on the simulated driver: late streams, any order, memory that is poisoned when it is freed, and
+every driver call made to fail. The parent is a process without torch; an access that nothing orders ends it."""
+from __future__ import annotations
+
+import pathlib
+import textwrap
+from collections.abc import Callable
+
+import pytest
+from conftest import ROOT, WORKERS, Run
+
+import cbuild
+
+HERE = pathlib.Path(__file__).resolve().parent
+pytestmark = pytest.mark.usefixtures("deadline")
+
+COMMON = f"""
+import ctypes, gc, os, pathlib
+sim = ctypes.CDLL(os.environ["ZCX_LIBCUDA"])
+from comfy_zerocopy import parent
+parent._GRACE = 0.5
+
+def start(**options):
+    return zcx.Worker({str(WORKERS / 'pool.py')!r}, **{{"timeout": 40, **options}})
+
+def noise(n, device="cuda"):
+    data = os.urandom(n)
+    x = zcx.empty((n,), "uint8", device)
+    x.copy_from(data)
+    return x, data
+
+def part(x, first, n):
+    return Array(x.owner, x.address + first, (n,), "uint8", None, x.device)
+
+def counts():
+    return {{n: sim.simcuda_count(n.encode()) for n in ("allocations", "imports", "registered", "streams", "events")}}
+
+def until(condition, what):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.002)
+
+def rungs(w):
+    return [(t.direction, t.nbytes, t.rung, t.copied) for t in w.last_report.transfers]
+
+def whole(w, n, prepare=lambda: None):
+    "The whole path, once, with fresh bytes."
+    x, data = noise(n)
+    view = part(x, 3, n - 7)
+    prepare()
+    got = w.call("work", x, view, x)
+    sim.simcuda_fail(b"")
+    assert got["sum"] == sum(data[3:n - 4])
+    assert got["out"].tobytes() == data[::-1]
+    assert got["half"].tobytes() == data[::-1][n // 2:]
+    assert x.tobytes() == data
+    if all(t[2] == "pool" for t in rungs(w)):
+        assert got["x"] is x and got["part"] is view and got["same"] is True and got["out again"] is got["out"]
+    else:  # the worker had a copy of its own
+        assert got["x"].tobytes() == data and got["part"].tobytes() == data[3:n - 4]
+
+def right(w, n=5000):
+    whole(w, n)
+"""
+
+
+@pytest.fixture
+def script(run: Run, tmp_path: pathlib.Path) -> Callable[..., str]:
+    """script(code, **environment): a parent on the simulated driver."""
+    folder = tmp_path / "simcuda"
+    folder.mkdir()
+
+    def go(code: str, **env: str) -> str:
+        clean = {"ZCX_LIBCUDA": str(cbuild.simcuda()), "SIMCUDA_DIR": str(folder), "SIMCUDA_ABORT_ON_RACE": "1", **env}
+        path = tmp_path / "parent.py"  # a file, so that tracebacks show the lines
+        path.write_text("from simulated import *\n" + COMMON + textwrap.dedent(code))
+        return run(f"exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'))", path=(ROOT, HERE), env=clean, timeout=45).stdout
+
+    return go
+
+
+@pytest.mark.parametrize("seed, delay", [(1, 0), (2, 50), (3, 400), (4, 2000)])
+def test_the_whole_path(script, seed, delay):
+    script("""
+        with start() as w:
+            for n in (1, 2, 255, 4097, (2 << 20) + 3):
+                x, data = noise(n)
+                assert w.call("bytes_of", x) == [data] and rungs(w) == [("input", n, "pool", False)]
+                got = w.call("turned", x)
+                assert got.tobytes() == bytes(255 - b for b in data) and got.device == 0 and got.nbytes == n
+                assert rungs(w) == [("input", n, "pool", False), ("result", n, "pool", False)]
+                assert core().pointer(got.address)["pool"] == core().pointer(x.address)["pool"] != 0
+            for _ in range(5):
+                right(w)
+                assert rungs(w) == [("input", 5000, "pool", False), ("result", 5000, "pool", False)]
+            many = [noise(n) for n in range(1, 60)]
+            assert w.call("bytes_of", *[x for x, _ in many]) == [data for _, data in many]
+        assert sim.simcuda_races() == 0
+    """, SIMCUDA_SEED=str(seed), SIMCUDA_DELAY_US=str(delay))
+
+
+def test_with_events_where_there_are_no_counters(script):
+    script("""
+        with start() as w:
+            for _ in range(20):
+                right(w)
+                assert [t[2] for t in rungs(w)] == ["pool", "pool"]
+    """, SIMCUDA_HIDE="cuStreamWriteValue64,cuStreamWaitValue64,cuCtxRecordEvent", SIMCUDA_DELAY_US="300")
+
+
+def test_identity_and_sharing(script):
+    script("""
+        with start() as w:
+            x, data = noise(9000)
+            y, _ = noise(10)
+            view, start_of = part(x, 100, 50), part(x, 0, 8999)
+            got = w.call("echo", [x, view, start_of, y, x])
+            assert all(a is b for a, b in zip(got, [x, view, start_of, y, x]))
+            assert len(rungs(w)) == 2, "one for what shares its bytes"
+            new = w.call("view", x, 7, 20)
+            assert new.address == x.address + 7 and new.tobytes() == data[7:27]
+            empty = zcx.empty((0, 4), "float32", "cuda")
+            back = w.call("echo", empty)
+            assert (back.shape, back.dtype, back.device) == ((0, 4), "float32", 0)
+    """)
+
+
+def test_results_go_on_to_other_workers(script):
+    script("""
+        with start(name="one") as one, start(name="two") as two:
+            x, data = noise(70_000)
+            made = one.call("turned", x)
+            back = two.call("turned", made)
+            assert back.tobytes() == data and [t[2:] for t in rungs(two)] == [("pool", False)] * 2
+            one.kill()
+            assert two.call("bytes_of", made, back) == [bytes(255 - b for b in data), data]
+            right(one)
+    """)
+
+
+def test_a_kept_input_stays_lent(script):
+    script("""
+        with start() as w:
+            right(w)
+            gc.collect()
+            until(lambda: counts()["allocations"] == 0, "frees come in stream order, late")
+            x, data = noise(3000)
+            w.call("keep", x)
+            assert (w.status()["kept"], w.status()["kept_bytes"]) == (1, 3000)
+            del x
+            others = [noise(3000) for _ in range(8)]
+            assert w.call("kept") == [data], "its memory was not given to anybody else"
+            w.call("forget")
+            until(lambda: w.status()["kept"] == 0, "an idle worker is heard to let go")
+            del others
+            gc.collect()
+            until(lambda: counts()["allocations"] == 0 and w.status()["transfers"] == 0, "its memory is given back")
+            assert w.call("count", "imports") == [0]
+    """, SIMCUDA_DELAY_US="300")
+
+
+def test_a_kept_result_stays_lent(script):
+    script("""
+        with start() as w:
+            made = w.call("make_and_keep", 3000, 9)
+            assert made.tobytes() == bytes([9]) * 3000 and w.status()["kept"] == 1
+            made.copy_from(bytes([4]) * 3000)
+            del made
+            others = [noise(3000) for _ in range(8)]
+            assert w.call("kept") == [bytes([4]) * 3000]
+            w.call("forget")
+            until(lambda: w.status()["kept"] == 0, "let go")
+            w.call("make_and_keep", 3000, 9)
+        gc.collect()
+        until(lambda: not parent._all, "gone")
+        del others
+        gc.collect()
+        until(lambda: counts()["allocations"] == 0, "what it kept went with it")
+    """)
+
+
+def test_a_call_returns_only_when_the_work_is_complete(script):
+    """The worker returns at once and leaves 200 ms of work on its stream."""
+    script("""
+        with start() as w:
+            x, _ = noise(5000)
+            w.call("echo", x)
+            begun = time.monotonic()
+            got = w.call("busy", x, 200_000)
+            assert time.monotonic() - begun >= 0.19 and got.tobytes() == bytes([7]) * 5000
+    """)
+
+
+def test_errors_release_what_was_lent(script):
+    script("""
+        with start() as w:
+            x, data = noise(5000)
+            for _ in range(20):
+                try:
+                    w.call("boom", x)
+                except zcx.RemoteError as error:
+                    assert error.message == "5000"
+                else:
+                    raise AssertionError
+                assert (w.status()["transfers"], w.call("count", "imports")) == (0, [0])
+            assert x.tobytes() == data
+    """)
+
+
+def test_out_of_memory(script):
+    script("""
+        with start() as w:
+            right(w)
+            for _ in range(2):
+                try:
+                    w.call("large", 64 << 30)
+                except MemoryError as error:
+                    assert "could not allocate the result" in str(error)
+                else:
+                    raise AssertionError
+                right(w)
+            try:
+                zcx.empty((64 << 30,), "uint8", "cuda")
+            except MemoryError:
+                pass
+            else:
+                raise AssertionError
+    """, SIMCUDA_MEMORY="1GiB")
+
+
+def test_the_guard(script):
+    """Above the driver's limit, and where windows are not proved: by the host, with the reason, and nobody crashes."""
+    script("""
+        with start() as w:
+            x = zcx.empty((4 * CHUNK,), "uint8", "cuda")
+            byte(x, 4 * CHUNK - 1).copy_from(b"\\7")
+            small = part(x, 4 * CHUNK - 10, 10)
+            assert w.call("bytes_of", small)[0][-1] == 7
+            assert [t[2:] for t in rungs(w)] == [("host", True)] and "chunks" in w.last_report.transfers[0].reason, w.last_report
+            right(w)
+            assert [t[2] for t in rungs(w)] == ["pool", "pool"]
+    """, ZCX_CHUNK_LIMIT="3", SIMCUDA_IMPORT_CHUNKS="3", SIMCUDA_BREAK="blob")
+
+
+@pytest.mark.parametrize("how", ["kill", "timeout", "cancel"])
+def test_a_call_that_ends_early(script, tmp_path, how):
+    """With work of the worker's on its way into a result that nobody will get, and into memory of the parent's."""
+    script(f"""
+        marker = {str(tmp_path / 'marker')!r}
+        with start() as w:
+            right(w)
+            x, data = noise(5000)
+            others = [noise(5000) for _ in range(4)]
+            pid = w.pid
+            error = {{"kill": zcx.WorkerDied, "timeout": zcx.CallTimeout, "cancel": zcx.Cancelled}}[{how!r}]
+            future = w.submit("busy", x, 300_000, marker, True, timeout={0.3 if how == "timeout" else 40})
+            until(lambda: os.path.exists(marker), "it runs")
+            begun = time.monotonic()
+            if {how!r} == "kill":
+                os.kill(pid, signal.SIGKILL)
+            elif {how!r} == "cancel":
+                future.cancel()
+            try:
+                future.result(20)
+            except error:
+                pass
+            assert time.monotonic() - begun < 3
+            del future
+            new = [noise(5000) for _ in range(8)]
+            right(w)
+            assert (w.pid == pid) is ({how!r} != "kill")
+            assert x.tobytes() == data and all(t.tobytes() == d for t, d in others + new)
+            assert w.status()["transfers"] == 0
+            until(lambda: parent.counters()["quarantined"] == 0, "the dead one's memory is given back")
+            del x, others, new
+            gc.collect()
+            until(lambda: counts()["allocations"] == 0, "nothing is left")
+    """)
+
+
+def test_a_worker_whose_context_is_lost(script):
+    """It says so and leaves; the parent waits for no DONE that will not come."""
+    script("""
+        with start() as w:
+            right(w)
+            pid = w.pid
+            x, data = noise(5000)
+            begun = time.monotonic()
+            try:
+                w.call("fault", x)
+            except zcx.WorkerDied as error:
+                assert "its work on the GPU failed" in str(error)
+            else:
+                raise AssertionError
+            assert time.monotonic() - begun < 5 and x.tobytes() == data
+            right(w)
+            assert w.pid != pid
+    """)
+
+
+def test_nothing_accumulates(script):
+    script("""
+        with start() as w:
+            for n in (5000, 70_000):
+                right(w, n)
+            def all_counts():
+                return counts(), w.call("count", "imports", "events", "streams", "memory", "registered"), len(os.listdir("/proc/self/fd"))
+            gc.collect()
+            until(lambda: counts()["allocations"] == 0, "frees come in stream order, late")
+            before = all_counts()
+            for i in range(150):
+                right(w, 100 + 977 * i % 90_000)
+            gc.collect()
+            until(lambda: all_counts() == before, (before, all_counts()))
+            assert w.status()["transfers"] == w.status()["kept"] == w.status()["quarantined"] == 0
+        until(lambda: not parent._all, "gone")
+        until(lambda: counts()["registered"] == 0 and counts()["allocations"] == 0, counts())
+    """)
+
+
+def test_many_threads_and_workers(script):
+    script("""
+        import concurrent.futures
+        with start(name="one") as one, start(name="two") as two:
+            def calls(k):
+                for i in range(12):
+                    right((one, two)[(k + i) % 2], 1000 + 100 * k + i)
+                return True
+            with concurrent.futures.ThreadPoolExecutor(6) as pool:
+                assert all(pool.map(calls, range(6)))
+            assert one.status()["transfers"] == two.status()["transfers"] == 0
+        assert sim.simcuda_races() == 0
+    """, SIMCUDA_DELAY_US="200")
+
+
+# ---- every call fails ----
+
+SWEEP = """
+        def attempt(w, rules=""):
+            "Right bytes, or an error of ours, which it returns."
+            try:
+                whole(w, 4000, lambda: sim.simcuda_fail(rules.encode()))
+            except (zcx.Error, MemoryError) as error:
+                sim.simcuda_fail(b"")
+                return error
+"""
+
+
+@pytest.mark.parametrize("code", [999, 2, 700])
+def test_the_parents_driver_fails_at_its_nth_call(script, code):
+    """Swept upward until a call injects nothing: with a worker that knows the device, and (not each one) with one that meets it."""
+    out = script(SWEEP + f"""
+        failed = 0
+        for fresh in (False, True)[:{2 if code == 999 else 1}]:
+            w = start()
+            now = 1
+            while True:
+                if fresh:
+                    w.close()
+                    w = start()
+                    w.call("echo", 1)
+                before = sim.simcuda_injected()
+                error = attempt(w, f"*:{{now}}:{code}")
+                if sim.simcuda_injected() == before:
+                    assert error is None, error
+                    break
+                failed += error is not None
+                now += 1 + now // 5 if fresh else 1
+                assert now < 1000
+                right(w)
+                assert w.status()["transfers"] == 0 and w.status()["state"] == "idle"
+                assert w.call("count", "imports") == [0]
+            assert now > 5
+            w.close()
+        print(failed)
+    """)
+    assert int(out) > 0
+
+
+@pytest.mark.parametrize("code", [999, 2])
+def test_the_workers_driver_fails_at_its_nth_call(script, code):
+    """In calls of a worker that knows the device, one after another."""
+    out = script(SWEEP + f"""
+        failed, now = 0, 1
+        w = start()
+        right(w)
+        while True:
+            before, pid = w.call("injected"), w.pid
+            w.call("fail", f"*:{{now}}:{code}")
+            error = attempt(w)
+            failed += error is not None
+            if w.pid == pid and w.alive:
+                w.call("fail", "")
+                if w.call("injected") == before:
+                    assert error is None, error
+                    break
+            now += 1
+            assert now < 300
+            right(w)
+            assert w.status()["transfers"] == 0 and w.status()["state"] == "idle"
+            assert w.call("count", "imports") == [0]
+        assert now > 5
+        w.close()
+        gc.collect()
+        until(lambda: not parent._all and counts()["allocations"] == 0, "nothing is left")
+        print(failed)
+    """)
+    assert int(out) > 0
+
+
+def test_memory_that_a_worker_could_not_give_up_is_not_freed(script):
+    """The un-import at the end of the start-up check fails: that memory is held until the worker is gone."""
+    script("""
+        with start(env={"SIMCUDA_FAIL": "cuMemFreeAsync:2:999"}) as w:
+            right(w)
+            assert "cuMemFreeAsync" in w.status()["pools"][0] and [t[2] for t in rungs(w)][0] == "host"
+            gc.collect()
+            until(lambda: counts()["allocations"] == 1, "all but that")
+        until(lambda: not parent._all and counts()["allocations"] == 0, "given back")
+        assert sim.simcuda_races() == 0
+    """)
+
+
+def test_the_workers_driver_fails_when_it_meets_the_device(script, tmp_path):
+    """From its environment, in a process of its own each time (not at each call): opening the driver, the check, the first call."""
+    script(SWEEP + f"""
+        log_path = {str(tmp_path / 'injected')!r}
+        now = 1
+        while True:
+            pathlib.Path(log_path).write_text("")
+            with start(env={{"SIMCUDA_FAIL": f"*:{{now}}:999", "SIMCUDA_FAIL_LOG": log_path}}) as w:
+                error = attempt(w)
+                w.call("fail", "")
+                again = attempt(w)
+                injected = pathlib.Path(log_path).read_text()
+                if "which worker pool cannot use" in str(error):  # it cannot open the driver at all, and says so each time
+                    assert str(again) == str(error)
+                else:
+                    assert again is None, (now, injected, error, again)
+                assert w.status()["transfers"] == 0
+                if not injected:
+                    assert error is None and [t[2] for t in rungs(w)] == ["pool", "pool"]
+                    break
+                assert w.call("echo", 1) == 1
+            now += 5 + now // 12  # a third of them are the search for symbols
+            assert now < 1000
+        assert now > 100
+        gc.collect()
+        until(lambda: not parent._all and counts()["allocations"] == 0, "nothing is left")
+    """)
