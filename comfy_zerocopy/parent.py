@@ -72,55 +72,61 @@ class Report(NamedTuple):
     transfers: tuple[Transfer, ...]
 
 
+class _Ticket:
+    """One asker's place in the line for a _Turn."""
+
+    __slots__ = ("thread", "wake")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.wake = threading.Lock()
+        self.wake.acquire()
+
+
 class _Turn:
-    """A lock that is given in the order of asking, with a deadline, and that signals can interrupt."""
+    """A lock that is given in the order of asking, with a deadline. Who has it is one reference, so that an interrupt between
+    any two steps leaves it with its ticket or without: give() in a `finally` is right in either case."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.held = False
-        self._holder = 0  # its thread
-        self._queue: collections.deque[threading.Lock] = collections.deque()
+        self._holder: _Ticket | None = None
+        self._queue: collections.deque[_Ticket] = collections.deque()
+
+    @property
+    def held(self) -> bool:
+        return self._holder is not None
 
     def require_free(self, what: str) -> None:
         """Who has the turn would wait for itself: callbacks, hooks and finalizers run in the midst of a call."""
-        if self.held and self._holder == threading.get_ident():
+        holder = self._holder
+        if holder is not None and holder.thread == threading.get_ident():
             raise Error(f"{what} from within a call of the same worker")
 
-    def take(self, deadline: float | None) -> bool:
+    def take(self, mine: _Ticket, deadline: float | None) -> bool:
+        """True with the turn; False at the deadline (time.monotonic). give() must follow in every case."""
         with self._lock:
-            if not self.held:
-                self.held = True
-                self._holder = threading.get_ident()
-                return True
-            mine = threading.Lock()
-            mine.acquire()
             self._queue.append(mine)
-        try:
-            got = mine.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
-        except BaseException:
-            if not self._leave(mine):
-                self.give()
-            raise
-        got = got or not self._leave(mine)
-        if got:
-            self._holder = threading.get_ident()
-        return got
+        while True:
+            with self._lock:
+                if self._holder is None:
+                    self._holder = self._queue.popleft()
+                    self._holder.wake.release()
+                if self._holder is mine:
+                    return True
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            mine.wake.acquire(timeout=min(left, 1.0))  # looks again now and then: a wake that an interrupt swallowed
 
-    def _leave(self, mine: threading.Lock) -> bool:
-        """Out of the queue; False: the turn was given to it in the meantime."""
+    def give(self, mine: _Ticket) -> None:
+        """Out of the line, or on to the next in it."""
         with self._lock:
             if mine in self._queue:
                 self._queue.remove(mine)
-                return True
-        return False
-
-    def give(self) -> None:
-        with self._lock:
-            self._holder = 0
-            if self._queue:
-                self._queue.popleft().release()
-            else:
-                self.held = False
+            if self._holder is mine:
+                self._holder = self._queue.popleft() if self._queue else None
+                if self._holder is not None:
+                    self._holder.wake.release()
 
 
 class _Session:
@@ -336,13 +342,14 @@ class Worker:
             return
         if queue is not None:
             queue.close()
-        self._turn.take(None)
+        mine = _Ticket()
         try:
+            self._turn.take(mine, None)
             s, self._session = self._session, None
             if s is not None:
                 _end(s)
         finally:
-            self._turn.give()
+            self._turn.give(mine)
 
     def kill(self) -> None:
         """End the process and wait until it was reaped. A call that runs raises WorkerDied; the next call starts a new process."""
@@ -398,9 +405,10 @@ class Worker:
         timeout = self._timeout if timeout is None else _seconds(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         self._turn.require_free(f"{self.name}.{function} cannot be called")
-        if not self._turn.take(deadline):
-            raise CallTimeout(f"{self.name}.{function}: the worker was busy with other calls for {timeout} s")
+        mine = _Ticket()
         try:
+            if not self._turn.take(mine, deadline):
+                raise CallTimeout(f"{self.name}.{function}: the worker was busy with other calls for {timeout} s")
             self._require_open()
             while True:
                 self.last_report = Report(())  # a call that fails early must not show what another one moved
@@ -419,7 +427,7 @@ class Worker:
                         raise WorkerDied(f"worker {self.name}: {stuck}, in the midst of a call; the next one does without",
                                          **session.process.describe(), state="running") from None
         finally:
-            self._turn.give()
+            self._turn.give(mine)
 
     def _prove_windows(self, pool: Any) -> str:
         """For canary.sacrifice(): "" or why windows cannot be used, tried in this worker's process."""
@@ -1095,7 +1103,10 @@ class _Queue:
             self._there.acquire()
             item = self._items.popleft()
             owner = self._owner()
-            if item is None or owner is None:
+            if item is None:
+                return
+            if owner is None:  # collected meanwhile, and this was still in its line
+                item[0].cancel()
                 return
             future, function, args, kwargs, timeout, streams = item
             del item

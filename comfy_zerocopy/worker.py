@@ -177,6 +177,7 @@ class _Worker:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.running and self.is_cancelled():
             self.running = False
+            self.watch.answer(self.seq)
             raise Cancelled("the parent cancelled this call")
 
     # ---- allocation ----
@@ -233,6 +234,7 @@ class _Worker:
             del error
         finally:
             self.running = False
+            self.watch.answer(seq)
             self._settle()
             try:
                 self.session.finish(kind, code, transfer, body)

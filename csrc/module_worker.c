@@ -445,6 +445,18 @@ static PyObject *watch_cancelled(PyObject *self, void *closure) {
     return PyLong_FromUnsignedLongLong(zcx_watch_cancelled(((struct watch_object *)self)->watch));
 }
 
+static PyObject *watch_answer(PyObject *self, PyObject *arg) {
+    unsigned long long seq = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred()) return NULL;
+    zcx_watch_answer(((struct watch_object *)self)->watch, seq);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef watch_methods[] = {
+    {"answer", watch_answer, METH_O, "answer(seq): this call is over or is ending; no more signals for it"},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyGetSetDef watch_attributes[] = {
     {"cancelled", watch_cancelled, NULL, "seq of the last call that the parent cancelled; 0: none", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -455,6 +467,7 @@ static PyType_Slot watch_slots[] = {
                 "calling thread when a call is cancelled. Takes the descriptor."},
     {Py_tp_new, (void *)(uintptr_t)watch_new},
     {Py_tp_dealloc, (void *)(uintptr_t)watch_dealloc},
+    {Py_tp_methods, watch_methods},
     {Py_tp_getset, watch_attributes},
     {0, NULL},
 };

@@ -209,9 +209,10 @@ int zcx_worker_drop_handle(struct zcx_worker *w, uint64_t handle, struct zcx_err
 
 struct zcx_watch;
 /* Start a thread that reads `control_fd` (taken, also on failure). A CANCEL stores its seq and sends `signal_number` to the
- * calling thread; end of file kills the worker's whole session: its process group, and every process whose session id is
- * ours. No PR_SET_PDEATHSIG: that fires when the parent's spawning *thread* ends. */
+ * calling thread, again and again until zcx_watch_answer; end of file kills the worker's whole session: every process whose
+ * session id is ours. No PR_SET_PDEATHSIG: that fires when the parent's spawning *thread* ends. */
 int zcx_watch_start(struct zcx_watch **out, int control_fd, int signal_number, struct zcx_err *err);
 uint64_t zcx_watch_cancelled(const struct zcx_watch *w); /* seq of the last CANCEL; 0: none */
+void zcx_watch_answer(struct zcx_watch *w, uint64_t seq); /* this call is over or is ending: no more signals for it */
 
 #endif

@@ -7,6 +7,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -19,8 +20,13 @@
 struct zcx_watch {
     int fd, signal_number;
     pthread_t reader, told;
-    atomic_uint_fast64_t cancelled;
+    atomic_uint_fast64_t cancelled, answered;
 };
+
+/* A signal that arrives between the interpreter's last look and a system call that sleeps is lost on that sleep. So it is sent
+ * again until the call has answered, for as long as the parent waits for that. */
+#define AGAIN_MS 50
+#define AGAIN_TIMES 100
 
 /* The session id of a process, or -1: the sixth field of its stat line, counted from behind the name (which may hold anything). */
 static long session_of(const char *pid) {
@@ -53,15 +59,24 @@ static void end_session(void) {
 
 static void *run(void *arg) {
     struct zcx_watch *w = arg;
+    int again = 0;
     for (;;) {
         unsigned char packet[ZCX_HEADER_BYTES];
         struct zcx_header h;
+        struct pollfd f = {.fd = w->fd, .events = POLLIN};
+        if (again && atomic_load(&w->answered) >= atomic_load(&w->cancelled)) again = 0;
+        if (poll(&f, 1, again ? AGAIN_MS : -1) == 0) {
+            again--;
+            pthread_kill(w->told, w->signal_number);
+            continue;
+        }
         ssize_t n = recv(w->fd, packet, sizeof packet, 0);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) end_session();
         if (zcx_header_decode(packet, (size_t)n, &h, NULL) || h.type != ZCX_CANCEL) continue;
         atomic_store(&w->cancelled, h.seq);
         pthread_kill(w->told, w->signal_number);
+        again = AGAIN_TIMES;
     }
     return NULL;
 }
@@ -90,3 +105,4 @@ int zcx_watch_start(struct zcx_watch **out, int control_fd, int signal_number, s
 }
 
 uint64_t zcx_watch_cancelled(const struct zcx_watch *w) { return atomic_load(&w->cancelled); }
+void zcx_watch_answer(struct zcx_watch *w, uint64_t seq) { atomic_store(&w->answered, seq); }

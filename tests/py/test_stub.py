@@ -102,8 +102,9 @@ def test_stub_says_what_the_module_has(run: Run, tmp_path: pathlib.Path) -> None
         if isinstance(value, dict):
             assert isinstance(mine, dict) and set(mine) == set(value), name
             for member, kind in value.items():
-                # Of the two types of which no instance can be made here, methods take no arguments.
-                assert mine[member] == (0 if kind == "method" else kind), f"{name}.{member}"
+                # Of three types no instance can be made here; but for one, their methods take no arguments.
+                unseen = 1 if (name, member) == ("Watch", "answer") else 0
+                assert mine[member] == (unseen if kind == "method" else kind), f"{name}.{member}"
         else:
             assert mine == value, name
 
