@@ -110,7 +110,8 @@ def main() -> int:
         slug = re.sub(r"[^a-z0-9]+", "-", f"{record['card'] or 'no-card'} {record['driver']}".lower()).strip("-")
         out = out / f"pool-ipc-{slug}.json"
     part = out.with_name(f"{out.name}.{os.getpid()}")
-    part.write_text(json.dumps(record, indent=1) + "\n")
+    # Warnings of the interpreter name files by where they lie on this machine, which is nobody's business.
+    part.write_text(json.dumps(record, indent=1).replace(f"{ROOT}/", "") + "\n")
     part.replace(out)
     print(f"record: {out}")
     codes = {r["exit"] for name, r in results.items() if not name.startswith("wddm")}  # that one is for Windows

@@ -4,9 +4,9 @@ import sys
 
 sys.modules["torch"] = sys.modules["numpy"] = None  # as in an environment without them
 
-from comfy_zerocopy._native import zcx
-from comfy_zerocopy.array import Array
-from comfy_zerocopy.worker import empty, expose
+from comfy_zerocopy._native import zcx  # noqa: E402
+from comfy_zerocopy.array import Array  # noqa: E402
+from comfy_zerocopy.worker import empty, expose  # noqa: E402
 
 
 @expose
