@@ -600,6 +600,7 @@ class _Call:
         # by transfer id: what was lent, and the caller's own objects in it by (offset, flags, dtype, shape, strides)
         self.inputs: dict[int, tuple[tensor.Memory, dict[tuple[Any, ...], list[tuple[int, Any]]]]] = {}
         self.results: dict[int, tensor.Memory] = {}
+        self.uploads = tensor.Uploads()
         self.avoid: dict[int, str] = {}  # index of a look: why it must take the host rung
         self.wanted_cancel = False
         self.sent = False  # the worker may have begun with it
@@ -911,7 +912,8 @@ class _Call:
             for own, o in known[1].get((offset, flags, dtype, shape, strides), ()):
                 if own in libs:
                     return o  # the caller's own object comes back
-        return memory.build(lib, offset, dtype, shape, strides, flags)
+        made = memory.build(lib, offset, dtype, shape, strides, flags)
+        return made if memory.device is not None else self.uploads.note(made, number, memory, (lib, offset, dtype, shape, strides, flags))
 
     def _result(self, number: int) -> tensor.Memory:
         memory = self.results.get(number)
@@ -932,7 +934,7 @@ class _Call:
         """A GPU result that had to come through host memory."""
         host, uuid = payload
         ordinal = tree.ordinal_of(uuid)
-        return host if ordinal is None else tensor.to_device(host, ordinal)
+        return host if ordinal is None else self.uploads.device(host, ordinal)
 
     def _remote(self, code: int, data: bytes) -> Exception:
         z = _native.zcx()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import weakref
 from typing import Any, NamedTuple
 
 from ._native import zcx
@@ -328,19 +329,65 @@ def device_memory(ordinal: int, nbytes: int) -> DeviceMemory:
         raise
 
 
-def to_device(host: Any, ordinal: int) -> Any:
-    """A GPU copy of a host tensor: torch's, else an Array. Unfit where nothing here can make one."""
-    if hasattr(host, "_version"):
-        return host.to(f"cuda:{ordinal}")
-    v = look(host)
-    if v is None or v.dtype not in DTYPES:
-        raise Unfit("a GPU tensor that had to cross through host memory, and only torch can upload it here: pass it as a CPU tensor")
-    if v.high == v.low:
-        return Array(None, 0, v.shape, v.dtype, None, ordinal)
-    memory = device_memory(ordinal, v.high - v.low)
-    zcx().device_copy(ordinal, 0, "h", memory.address, v.low, v.high - v.low)
+def _upload(memory: Memory, ordinal: int) -> Memory:
+    """A copy of host memory on a GPU: torch's where torch is loaded."""
+    torch = loaded("torch")
+    if torch is not None and torch.cuda.is_available():
+        there = memory.build(TORCH, 0, "uint8", (memory.nbytes,), (1,), 0).to(f"cuda:{ordinal}")
+        return Memory(there, there.data_ptr(), memory.nbytes, ordinal)
+    made = device_memory(ordinal, memory.nbytes)
+    zcx().device_copy(ordinal, 0, "h", made.address, memory.address, memory.nbytes)
     zcx().synchronize(ordinal, 0)  # the host's memory may go before the copy is made
-    return Array(memory, memory.address + v.address - v.low, v.shape, v.dtype, v.strides, ordinal)
+    return Memory(made, made.address, memory.nbytes, ordinal)
+
+
+class Uploads:
+    """The host buffers of one call whose tensors belong on a GPU. Each is uploaded once, whole: what shares its bytes still does.
+
+    note() each view that is built on the host, device() it if it is said to be a GPU tensor's, and close() when all are made:
+    from then on nothing is held here that would keep GPU memory."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Any, int, Memory, tuple[Any, ...]]] = {}  # by id of the host object, which it keeps
+        self._memories: dict[tuple[int, int], Memory] = {}  # by buffer and ordinal
+        self._made: dict[tuple[Any, ...], Any] = {}
+        self._marks: dict[tuple[int, int], list[tuple[weakref.ref[Any], int]]] = {}  # the tensors made, and their versions then
+
+    def note(self, host: Any, number: int, memory: Memory, view: tuple[Any, ...]) -> Any:
+        """view: what Memory.build was given."""
+        self._seen[id(host)] = (host, number, memory, view)
+        return host
+
+    def device(self, host: Any, ordinal: int) -> Any:
+        """The same view on the GPU; the same object for the same view. Unfit where nothing here can make one."""
+        known = self._seen.get(id(host))
+        if known is None:  # it has no elements
+            v = look(host)
+            if v is None or v.low != v.high:
+                raise Unfit("a GPU tensor that is no tensor")
+            return build_empty(v.lib, v.dtype, v.shape, ordinal)
+        _, number, memory, view = known
+        key = (number, ordinal, *view)
+        if key not in self._made:
+            place = (number, ordinal)
+            if place not in self._memories:
+                self._memories[place] = _upload(memory, ordinal)
+            lib, offset, dtype, shape, strides, flags = view
+            torch = loaded("torch")
+            made = self._memories[place].build(TORCH if torch is not None else ARRAY, offset, dtype, shape, strides, flags)
+            self._made[key] = made
+            self._marks.setdefault(place, []).append((weakref.ref(made), getattr(made, "_version", -1)))
+        return self._made[key]
+
+    def close(self) -> list[tuple[int, int, int, int]]:
+        """(ordinal, address, nbytes, buffer) of all that was uploaded."""
+        found = [(ordinal, m.address, m.nbytes, number) for (number, ordinal), m in self._memories.items()]
+        self._seen, self._memories, self._made = {}, {}, {}
+        return found
+
+    def untouched(self, number: int, ordinal: int) -> bool:
+        """Do all tensors that were made of this buffer live, so that its memory does, and was none changed? An Array cannot tell."""
+        return all(version >= 0 and (made := ref()) is not None and made._version == version for ref, version in self._marks[number, ordinal])
 
 
 class Group(NamedTuple):

@@ -167,6 +167,8 @@ class _Worker:
         self.running = False  # user code is on the main thread's stack: a cancel may raise there
         self.memories: dict[int, tensor.Memory] = {}  # by transfer id, of the call that runs now
         self.versions: list[tuple[Any, int]] = []  # device inputs and their version when they came
+        self.uploads = tensor.Uploads()  # GPU inputs that came as host bytes
+        self.uploaded: list[tuple[int, int, int, int]] = []  # what it says of them
         self.speaks_torch = False  # an input of this call was a torch tensor, and this environment has no torch
         self.own_results = ""  # why empty() gave this process's own memory
         self.lock = threading.Lock()
@@ -249,6 +251,7 @@ class _Worker:
             name, args, kwargs = tree.decode(data, self._view, self.handles, {"zcx.to_device": self._to_device})
         except tensor.Unfit as unfit:
             raise _NotHere(str(unfit)) from None
+        self.uploaded = self.uploads.close()
         function = _exposed.get(name)
         if function is None:
             known = ", ".join(sorted(n for n in _exposed if "." not in n)) or "none"
@@ -275,7 +278,7 @@ class _Worker:
             self.versions.append((made, made._version))
         if lib == tensor.TORCH and not hasattr(made, "_version"):
             self.speaks_torch = True
-        return made
+        return made if memory.device is not None else self.uploads.note(made, number, memory, (lib, offset, dtype, shape, strides, flags))
 
     def _to_device(self, payload: Any) -> Any:
         """A GPU tensor that came as host bytes: upload it."""
@@ -283,7 +286,7 @@ class _Worker:
         ordinal = tree.ordinal_of(uuid)
         if ordinal is None:
             raise tensor.Unfit("this tensor is on a GPU that the worker does not see (CUDA_VISIBLE_DEVICES): pass it as a CPU tensor")
-        return tensor.to_device(host, ordinal)
+        return self.uploads.device(host, ordinal)
 
     def _check_inputs(self, args: Any, kwargs: Any) -> None:
         for made, version in self.versions:
@@ -311,7 +314,9 @@ class _Worker:
             encoder.looks = [tensor.as_torch(v) for v in encoder.looks]
         foreign: list[int] = []
         with self.lock:
-            places = sorted((_place(m.device), m.address, number) for number, m in self.memories.items())
+            places = [(_place(m.device), m.address, m.nbytes, number, 0) for number, m in self.memories.items()]
+        places += [(*place, 1) for place in self.uploaded]
+        places.sort()
         for index, v in enumerate(encoder.looks):
             if v.high == v.low:
                 continue
@@ -324,18 +329,17 @@ class _Worker:
             self._copy(encoder, foreign, notes)
         return encoder.write()
 
-    def _known(self, v: tensor.Look, places: list[tuple[int, int, int]]) -> tuple[int, int] | None:
-        """(id, offset) if the tensor lies in a buffer of this call that may go back as it is. places: of these, in order."""
+    def _known(self, v: tensor.Look, places: list[tuple[int, int, int, int, int]]) -> tuple[int, int] | None:
+        """(id, offset) if the tensor lies in a buffer of this call that may go back as it is. places: these, in order."""
         at = bisect.bisect_right(places, (_place(v.device), v.low, sys.maxsize)) - 1
         if at < 0 or places[at][0] != _place(v.device):
             return None
-        number = places[at][2]
-        memory = self.memories[number]
-        if v.high > memory.address + memory.nbytes:
+        _, address, nbytes, number, uploaded = places[at]
+        if v.high > address + nbytes:
             return None
-        if not memory.owner.result and memory.owner.edited():
-            return None  # the edit happened in a private copy: what goes back is a new result
-        return number, v.address - memory.address
+        memory = self.memories[number]
+        edited = not self.uploads.untouched(number, places[at][0]) if uploaded else not memory.owner.result and memory.owner.edited()
+        return None if edited else (number, v.address - address)  # edited, in a private copy: what goes back is a new result
 
     def _copy(self, encoder: tree.Encoder, foreign: list[int], notes: dict[int, str]) -> None:
         """Tensors in this process's own memory: into buffers that the parent allocates, one for each group that shares bytes."""
@@ -398,6 +402,7 @@ class _Worker:
         """Let go of the call's buffers. What user code still references stays mapped, and the parent is told so."""
         self.memories = {}
         self.versions = []
+        self.uploads, self.uploaded = tensor.Uploads(), []
         if self.session.alive():
             # Cycles (a traceback, a closure) are young; a full collection with models loaded takes too long to do each time.
             gc.collect(1)

@@ -12,7 +12,7 @@ import pytest
 from conftest import WORKERS, Run, until
 
 import comfy_zerocopy as zcx
-from comfy_zerocopy import parent, process
+from comfy_zerocopy import parent, process, tensor
 from comfy_zerocopy import worker as worker_side
 from comfy_zerocopy.array import DTYPES, Array
 
@@ -700,6 +700,61 @@ def test_a_result_that_cannot_cross(w):
         with pytest.raises(zcx.UnsupportedType, match=rf"in what torch.odd returned: result\['x'\]\[0\]: .*{why}"):
             w.call("odd", what)
     assert w.call("echo", 1) == 1
+
+
+# ---- GPU tensors by way of the host, with something else in the place of a GPU ----
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """tensor.Uploads whose device is this process's own memory, and a function that makes host views of 24 bytes."""
+    count = []
+
+    def upload(memory, ordinal):
+        count.append(ordinal)
+        there = memory.build(tensor.TORCH, 0, "uint8", (memory.nbytes,), (1,), 0).clone()
+        return tensor.Memory(there, there.data_ptr(), memory.nbytes, None)
+
+    monkeypatch.setattr(tensor, "_upload", upload)
+    data = np.arange(24, dtype="u1")
+    memory = tensor.Memory(data, data.__array_interface__["data"][0], 24, None)
+    made = tensor.Uploads()
+
+    def host(*view):
+        return made.note(memory.build(*view), 5, memory, view)
+
+    return made, host, count
+
+
+WHOLE = (tensor.TORCH, 0, "float32", (6,), (4,), 0)
+PART = (tensor.TORCH, 8, "float32", (2, 2), (8, 4), 0)
+
+
+def test_each_buffer_is_uploaded_once(uploads):
+    made, host, count = uploads
+    whole, part, again = (made.device(host(*v), 0) for v in (WHOLE, PART, WHOLE))
+    assert count == [0] and again is whole and part.data_ptr() == whole.data_ptr() + 8 and part.stride() == (2, 1)
+    assert raw(whole) == bytes(range(24)) and raw(part) == bytes(range(8, 24))
+    assert made.close() == [(0, whole.data_ptr(), 24, 5)]
+
+
+def test_what_was_uploaded_and_not_changed_goes_back_as_it_was(uploads):
+    made, host, _ = uploads
+    whole, part = (made.device(host(*v), 0) for v in (WHOLE, PART))
+    made.close()
+    assert made.untouched(5, 0)
+    part[0] += 1
+    assert not made.untouched(5, 0)
+    del whole
+
+
+def test_what_was_uploaded_and_dropped_is_not_taken_for_what_lies_there_now(uploads):
+    made, host, _ = uploads
+    whole, part = (made.device(host(*v), 0) for v in (WHOLE, PART))
+    made.close()
+    del whole
+    assert not made.untouched(5, 0)
+    del part
 
 
 # ---- environments that lack a library ----
