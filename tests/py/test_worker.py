@@ -211,9 +211,13 @@ def test_what_cannot_be_executed(start, options):
     assert caught.value.state == "starting" and not w.alive
 
 
-def test_an_interpreter_that_is_none(start):
+def test_an_interpreter_that_is_none(start, tmp_path):
+    # It ends because the parent's greeting came, so not before there is a session.
+    none = tmp_path / "none"
+    none.write_text(f"#!{sys.executable}\nimport socket, sys\nsocket.socket(fileno=int(sys.argv[4])).recv(1)\n")
+    none.chmod(0o755)
     before = descriptors()
-    w = start("plain", python="/bin/true")
+    w = start("plain", python=str(none))
     with pytest.raises(zcx.WorkerDied, match="while starting") as caught:
         w.call("where")
     assert caught.value.exit_status == 0
@@ -682,12 +686,25 @@ def test_output_becomes_log_records(start, caplog):
 # ---- the parent's own end ----
 
 
-def spawn(code: str, **env: str) -> subprocess.Popen[str]:
-    """A parent of its own, which is not waited for."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ZCX_", "COMFY_ZEROCOPY"))}
-    quiet = "ignore:This process:DeprecationWarning"  # 3.12 and later warn of a fork beside threads
-    return subprocess.Popen([sys.executable, "-W", quiet, "-c", f"import comfy_zerocopy as zcx, os, sys\nw = zcx.Worker({str(WORKERS / 'plain.py')!r}, timeout=40)\n" + code],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**clean, **env})
+PARENT = f"import comfy_zerocopy as zcx, os, sys\nw = zcx.Worker({str(WORKERS / 'plain.py')!r}, timeout=40)\n"
+
+
+@pytest.fixture
+def spawn():
+    """spawn(code): a parent of its own, which is not waited for, and does not outlive the test."""
+    made = []
+
+    def go(code: str) -> subprocess.Popen[str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("ZCX_", "COMFY_ZEROCOPY"))}
+        quiet = "ignore:This process:DeprecationWarning"  # 3.12 and later warn of a fork beside threads
+        made.append(subprocess.Popen([sys.executable, "-W", quiet, "-c", PARENT + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                     text=True, cwd=ROOT, env=clean))
+        return made[-1]
+
+    yield go
+    for p in made:
+        p.kill()
+        p.communicate()
 
 
 def within(pids: list[int], seconds: float) -> float:
@@ -698,30 +715,25 @@ def within(pids: list[int], seconds: float) -> float:
 
 @pytest.mark.parametrize("busy", ["idle", "deaf"])
 @pytest.mark.parametrize("end", ["kill", "execv"])
-def test_nothing_of_the_session_outlives_the_parent(tmp_path, busy, end):
+def test_nothing_of_the_session_outlives_the_parent(spawn, tmp_path, busy, end):
     marker = tmp_path / "busy"
     code = "pids = [w.call('where')['pid'], w.call('grandchild'), w.call('forked')]\n"
     code += f"w.submit('deaf', {str(marker)!r})\n" if busy == "deaf" else ""
     code += "print(*pids, flush=True)\n"
     code += "sys.stdin.readline()\nos.execv('/bin/sleep', ['sleep', '60'])\n" if end == "execv" else "import signal\nsignal.pause()\n"
-    p = subprocess.Popen([sys.executable, "-c", f"import comfy_zerocopy as zcx, os, sys\nw = zcx.Worker({str(WORKERS / 'plain.py')!r}, timeout=40)\n" + code],
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        pids = [int(n) for n in p.stdout.readline().split()]
-        assert len(pids) == 3 and not any(map(ended, pids))
-        if busy == "deaf":
-            until(marker.exists, "the call runs")
-        if end == "kill":
-            p.kill()
-        else:
-            p.stdin.write("\n")
-            p.stdin.flush()
-        assert within(pids, 10) < 2
-        if end == "execv":
-            assert p.poll() is None
-    finally:
+    p = spawn(code)
+    pids = [int(n) for n in p.stdout.readline().split()]
+    assert len(pids) == 3 and not any(map(ended, pids))
+    if busy == "deaf":
+        until(marker.exists, "the call runs")
+    if end == "kill":
         p.kill()
-        p.communicate()
+    else:
+        p.stdin.write("\n")
+        p.stdin.flush()
+    assert within(pids, 10) < 2
+    if end == "execv":
+        assert p.poll() is None
 
 
 @pytest.mark.parametrize("code", [
@@ -731,7 +743,7 @@ def test_nothing_of_the_session_outlives_the_parent(tmp_path, busy, end):
     "print(w.call('where')['pid']); sys.exit(0)",
     "x = w.submit('echo', bytearray(b'x'))",
 ], ids=["idle", "queued", "deaf", "sys.exit", "error unseen"])
-def test_interpreter_exit_with_live_workers_is_quiet_and_quick(code):
+def test_interpreter_exit_with_live_workers_is_quiet_and_quick(spawn, code):
     begun = time.monotonic()
     p = spawn(code)
     out, err = p.communicate(timeout=40)
@@ -742,7 +754,7 @@ def test_interpreter_exit_with_live_workers_is_quiet_and_quick(code):
 
 
 @pytest.mark.parametrize("function", ["spin", "nap"])
-def test_ctrl_c_leaves_a_usable_worker(tmp_path, function):
+def test_ctrl_c_leaves_a_usable_worker(spawn, tmp_path, function):
     marker = tmp_path / "running"
     arguments = {"spin": repr(str(marker)), "nap": f"60, {str(marker)!r}"}[function]
     p = spawn(f"""
@@ -758,7 +770,7 @@ except KeyboardInterrupt:
     assert (out.strip(), p.returncode) == ("interrupted True 1", 0), err
 
 
-def test_ctrl_c_while_it_waits_for_its_turn(tmp_path):
+def test_ctrl_c_while_it_waits_for_its_turn(spawn, tmp_path):
     marker = tmp_path / "running"
     p = spawn(f"""
 future = w.submit('nap', 60, {str(marker)!r})
@@ -777,7 +789,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "w.close(); os._exit(0)", "w.kill(); os._exit(0)", "del w; os._exit(0)", "sys.exit(0)"])
-def test_fork_in_the_parent(end):
+def test_fork_in_the_parent(spawn, end):
     p = spawn(f"""
 w.call('count')
 child = os.fork()
@@ -796,7 +808,7 @@ print('parent:', w.call('count'), flush=True)
     assert "status 0" in out and "parent: 2" in out, (out, err)
 
 
-def test_a_fork_may_have_workers_of_its_own():
+def test_a_fork_may_have_workers_of_its_own(spawn):
     p = spawn("""
 pid = w.call('where')['pid']
 child = os.fork()
@@ -811,7 +823,7 @@ print(w.call('where')['pid'] == pid)
     assert (out.strip(), err, p.returncode) == ("True", "", 0)
 
 
-def test_no_descriptors_left():
+def test_no_descriptors_left(spawn):
     """A start that runs out of descriptors at any point says so, leaves nothing behind, and the next one works."""
     p = spawn("""
 import glob, resource
@@ -831,7 +843,6 @@ before = len(os.listdir('/proc/self/fd'))
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 failed = 0
 for extra in range(40):
-    taken = max(map(int, os.listdir('/proc/self/fd')))
     w = zcx.Worker(w._target, timeout=40)
     held = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
