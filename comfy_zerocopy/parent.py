@@ -139,11 +139,11 @@ class _Session:
         self.handles: tree.Handles | None = None
         self.parent: Any = None
         self.pools = canary.Pools(owner.name, owner._demoted)
-        self.process = process.Process([owner._target], python=owner._python, env=owner._env, cwd=owner._cwd, name=owner.name,
-                                       on_gone=self._gone)
-        with _all_lock:
-            _all.add(self)
-        with self.busy:
+        with self.busy:  # from before the process exists: it can be gone before there is anything to take apart
+            self.process = process.Process([owner._target], python=owner._python, env=owner._env, cwd=owner._cwd, name=owner.name,
+                                           on_gone=self._gone)
+            with _all_lock:
+                _all.add(self)
             z = _native.zcx()
             try:
                 self.parent = z.Parent(self.process.sock, self.process.control, self.process.pidfd)

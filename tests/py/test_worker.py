@@ -216,12 +216,30 @@ def test_an_interpreter_that_is_none(start, tmp_path):
     none = tmp_path / "none"
     none.write_text(f"#!{sys.executable}\nimport socket, sys\nsocket.socket(fileno=int(sys.argv[4])).recv(1)\n")
     none.chmod(0o755)
+    process.keeper()  # it has descriptors of its own
     before = descriptors()
     w = start("plain", python=str(none))
     with pytest.raises(zcx.WorkerDied, match="while starting") as caught:
         w.call("where")
     assert caught.value.exit_status == 0
     until(lambda: descriptors() <= before, "descriptors of a worker that never was are closed")
+
+
+def test_a_process_that_is_gone_before_its_session_is_made(start, monkeypatch):
+    class Gone(process.Process):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            assert self.gone.wait(20)
+
+    monkeypatch.setattr(process, "Process", Gone)
+    process.keeper()  # it has descriptors of its own
+    before = descriptors()
+    w = start("plain", python="/bin/true")
+    with pytest.raises(zcx.WorkerDied, match="while starting") as caught:
+        w.call("where")
+    assert caught.value.exit_status == 0
+    until(lambda: not any(s.process.exited.is_set() for s in parent._all), "its session is taken apart")
+    until(lambda: descriptors() <= before, "with its descriptors")
 
 
 # ---- a target that cannot be imported ----
