@@ -15,6 +15,7 @@ typedef struct zcu_ctx_s *zcu_ctx;
 typedef struct zcu_stream_s *zcu_stream; /* NULL: the legacy default stream */
 typedef struct zcu_event_s *zcu_event;
 typedef struct zcu_pool_s *zcu_pool;
+typedef unsigned long long zcu_mem; /* CUmemGenericAllocationHandle: physical memory, mapped nowhere or anywhere */
 
 /* Parameters that are enums over there; named so that a test can compare whole signatures. */
 typedef int zcu_device_attribute;
@@ -23,6 +24,7 @@ typedef int zcu_capture_status;
 typedef int zcu_capture_mode;
 typedef int zcu_pool_attribute;
 typedef int zcu_handle_type;
+typedef int zcu_granularity;
 
 enum {
     ZCU_SUCCESS = 0,
@@ -44,6 +46,8 @@ enum {
     ZCU_ERROR_UNKNOWN = 999,
 
     ZCU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
+    ZCU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
+    ZCU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
     ZCU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED = 115,
     ZCU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES = 119,
     ZCU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
@@ -82,6 +86,8 @@ enum {
     ZCU_MEM_ACCESS_FLAGS_PROT_NONE = 0,
     ZCU_MEM_ACCESS_FLAGS_PROT_READ = 1,
     ZCU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+    ZCU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
+    ZCU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1,
 
     ZCU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4,
     ZCU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5,
@@ -107,6 +113,17 @@ typedef struct {
     unsigned short usage;
     unsigned char reserved[54];
 } zcu_pool_props; /* CUmemPoolProps, 88 bytes */
+
+typedef struct {
+    int type, handle_types;
+    zcu_location location;
+    void *win32_metadata;
+    struct {
+        unsigned char compression, rdma;
+        unsigned short usage;
+        unsigned char reserved[4];
+    } alloc_flags;
+} zcu_mem_props; /* CUmemAllocationProp, 32 bytes */
 
 typedef struct {
     zcu_location location;

@@ -87,6 +87,18 @@ static int unusable(const struct zcx_driver *d, const char *call, int result, st
                       text_of(d, result));
 }
 
+/* Not an error: what cannot be had is done without, and a driver that does not know the question has not got it either. */
+static unsigned char can_vmm(const struct zcx_driver *d, zcu_device device) {
+    int vmm = 0, descriptors = 0;
+    if (!d->MemCreate || !d->MemRelease || !d->MemAddressReserve || !d->MemAddressFree || !d->MemMap || !d->MemUnmap ||
+        !d->MemSetAccess || !d->MemExportToShareableHandle || !d->MemImportFromShareableHandle ||
+        !d->MemGetAllocationGranularity || !d->MemRetainAllocationHandle || !d->MemGetAllocationPropertiesFromHandle)
+        return 0;
+    if (d->DeviceGetAttribute(&vmm, ZCU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device)) return 0;
+    if (d->DeviceGetAttribute(&descriptors, ZCU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, device)) return 0;
+    return vmm && descriptors;
+}
+
 static int initialise(struct zcx_driver *d, struct zcx_err *err) {
     zcu_result r = d->Init(0);
     if (r != ZCU_SUCCESS) return unusable(d, "cuInit", r, err);
@@ -102,6 +114,7 @@ static int initialise(struct zcx_driver *d, struct zcx_err *err) {
         if (r != ZCU_SUCCESS) return unusable(d, "cuDeviceGet", r, err);
         r = d->DeviceGetUuid(&d->uuid[i], device);
         if (r != ZCU_SUCCESS) return unusable(d, "cuDeviceGetUuid", r, err);
+        d->vmm[i] = can_vmm(d, device);
     }
     return 0;
 }

@@ -66,6 +66,18 @@
     X(MemAllocFromPoolAsync, 11020, 1, (zcu_ptr *, size_t, zcu_pool, zcu_stream))                          \
     X(MemAllocAsync, 11020, 1, (zcu_ptr *, size_t, zcu_stream))                                            \
     X(MemFreeAsync, 11020, 1, (zcu_ptr, zcu_stream))                                                       \
+    X(MemCreate, 10020, 0, (zcu_mem *, size_t, const zcu_mem_props *, unsigned long long))                 \
+    X(MemRelease, 10020, 0, (zcu_mem))                                                                     \
+    X(MemAddressReserve, 10020, 0, (zcu_ptr *, size_t, size_t, zcu_ptr, unsigned long long))               \
+    X(MemAddressFree, 10020, 0, (zcu_ptr, size_t))                                                         \
+    X(MemMap, 10020, 0, (zcu_ptr, size_t, size_t, zcu_mem, unsigned long long))                            \
+    X(MemUnmap, 10020, 0, (zcu_ptr, size_t))                                                               \
+    X(MemSetAccess, 10020, 0, (zcu_ptr, size_t, const zcu_access_desc *, size_t))                          \
+    X(MemExportToShareableHandle, 10020, 0, (void *, zcu_mem, zcu_handle_type, unsigned long long))        \
+    X(MemImportFromShareableHandle, 10020, 0, (zcu_mem *, void *, zcu_handle_type))                        \
+    X(MemGetAllocationGranularity, 10020, 0, (size_t *, const zcu_mem_props *, zcu_granularity))           \
+    X(MemRetainAllocationHandle, 11000, 0, (zcu_mem *, void *))                                            \
+    X(MemGetAllocationPropertiesFromHandle, 10020, 0, (zcu_mem_props *, zcu_mem))                          \
     X(MemcpyHtoDAsync, 3020, 1, (zcu_ptr, const void *, size_t, zcu_stream))                               \
     X(MemcpyDtoHAsync, 3020, 1, (void *, zcu_ptr, size_t, zcu_stream))                                     \
     X(MemcpyDtoDAsync, 3020, 1, (zcu_ptr, zcu_ptr, size_t, zcu_stream))                                    \
@@ -81,6 +93,8 @@ struct zcx_driver {
     int version;      /* of the driver, as cuDriverGetVersion says: 13000 is CUDA 13.0 */
     int count;        /* devices visible to this process when cuInit ran */
     zcu_uuid uuid[ZCX_MAX_DEVICES];
+    unsigned char vmm[ZCX_MAX_DEVICES]; /* the device's memory can be made, mapped and shared as descriptors (cuMemCreate and
+                                           its kin are all there, and the device can): else never call one of them */
     char path[256];   /* what was opened */
 };
 
@@ -116,7 +130,9 @@ void zcx_scope_close(struct zcx_scope *s);
 #define zcx_cu(err, name, result) zcx_cu_at((err), __FILE__, __LINE__, (name), (result))
 int zcx_cu_at(struct zcx_err *err, const char *file, int line, const char *name, int result);
 
-/* What a pointer is. */
+/* What a pointer is. `pool` first: memory of a pool may show handle types too. Then `legacy_ipc` (cuMemAlloc), and what is left
+ * is VMM memory: with handle types it can be exported (cuMemRetainAllocationHandle), without it cannot leave the process.
+ * There `base` and `size` are of one mapping; a tensor may reach over several. */
 struct zcx_ptr_info {
     zcu_ptr base;           /* start of the allocation */
     uint64_t size;          /* of the allocation */
@@ -125,7 +141,7 @@ struct zcx_ptr_info {
     int ordinal;            /* device, in this process's numbering */
     int type;               /* ZCU_MEMORYTYPE_* ; 0: unknown to CUDA */
     int legacy_ipc;         /* cuIpcGetMemHandle would work */
-    unsigned handle_types;  /* of VMM memory */
+    unsigned handle_types;  /* ZCU_MEM_HANDLE_TYPE_*, a mask: how its handle may be exported */
 };
 /* Needs no current context. A pointer that the driver does not know is no error of its own: type 0, and all else 0. */
 int zcx_driver_ptr_info(const struct zcx_driver *d, zcu_ptr p, struct zcx_ptr_info *out, struct zcx_err *err);

@@ -30,6 +30,8 @@ RESULT(ERROR_STREAM_CAPTURE_INVALIDATED);
 RESULT(ERROR_UNKNOWN);
 
 CONSTANT(DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING);
+CONSTANT(DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+CONSTANT(DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
 CONSTANT(DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED);
 CONSTANT(DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES);
 CONSTANT(DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
@@ -68,6 +70,8 @@ CONSTANT(MEM_LOCATION_TYPE_DEVICE);
 CONSTANT(MEM_ACCESS_FLAGS_PROT_NONE);
 CONSTANT(MEM_ACCESS_FLAGS_PROT_READ);
 CONSTANT(MEM_ACCESS_FLAGS_PROT_READWRITE);
+CONSTANT(MEM_ALLOC_GRANULARITY_MINIMUM);
+CONSTANT(MEM_ALLOC_GRANULARITY_RECOMMENDED);
 
 CONSTANT(MEMPOOL_ATTR_RELEASE_THRESHOLD);
 CONSTANT(MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
@@ -94,12 +98,14 @@ TYPE(zcu_ctx, CUcontext);
 TYPE(zcu_stream, CUstream);
 TYPE(zcu_event, CUevent);
 TYPE(zcu_pool, CUmemoryPool);
+TYPE(zcu_mem, CUmemGenericAllocationHandle);
 TYPE(zcu_device_attribute, CUdevice_attribute);
 TYPE(zcu_pointer_attribute, CUpointer_attribute);
 TYPE(zcu_capture_status, CUstreamCaptureStatus);
 TYPE(zcu_capture_mode, CUstreamCaptureMode);
 TYPE(zcu_pool_attribute, CUmemPool_attribute);
 TYPE(zcu_handle_type, CUmemAllocationHandleType);
+TYPE(zcu_granularity, CUmemAllocationGranularity_flags);
 
 TYPE(zcu_uuid, CUuuid);
 FIELD(zcu_uuid, bytes, CUuuid, bytes);
@@ -119,6 +125,17 @@ FIELD(zcu_pool_props, usage, CUmemPoolProps, usage);
 /* What is reserved for us may have got a name since, but must still end where ours ends. */
 _Static_assert(offsetof(zcu_pool_props, reserved) <= offsetof(CUmemPoolProps, reserved), "reserved begins elsewhere");
 
+TYPE(zcu_mem_props, CUmemAllocationProp);
+SAME(sizeof(zcu_mem_props), 32);
+FIELD(zcu_mem_props, type, CUmemAllocationProp, type);
+FIELD(zcu_mem_props, handle_types, CUmemAllocationProp, requestedHandleTypes);
+FIELD(zcu_mem_props, location, CUmemAllocationProp, location);
+FIELD(zcu_mem_props, win32_metadata, CUmemAllocationProp, win32HandleMetaData);
+FIELD(zcu_mem_props, alloc_flags, CUmemAllocationProp, allocFlags);
+FIELD(zcu_mem_props, alloc_flags.compression, CUmemAllocationProp, allocFlags.compressionType);
+FIELD(zcu_mem_props, alloc_flags.rdma, CUmemAllocationProp, allocFlags.gpuDirectRDMACapable);
+FIELD(zcu_mem_props, alloc_flags.usage, CUmemAllocationProp, allocFlags.usage);
+
 TYPE(zcu_access_desc, CUmemAccessDesc);
 FIELD(zcu_access_desc, location, CUmemAccessDesc, location);
 FIELD(zcu_access_desc, flags, CUmemAccessDesc, flags);
@@ -133,9 +150,11 @@ TYPE(zcu_ipc_event, CUipcEventHandle);
 #define zcu_stream CUstream
 #define zcu_event CUevent
 #define zcu_pool CUmemoryPool
+#define zcu_mem CUmemGenericAllocationHandle
 #define zcu_result CUresult
 #define zcu_uuid CUuuid
 #define zcu_pool_props CUmemPoolProps
+#define zcu_mem_props CUmemAllocationProp
 #define zcu_access_desc CUmemAccessDesc
 #define zcu_pool_blob CUmemPoolPtrExportData
 #define zcu_ipc_event CUipcEventHandle
@@ -145,6 +164,7 @@ TYPE(zcu_ipc_event, CUipcEventHandle);
 #define zcu_capture_mode CUstreamCaptureMode
 #define zcu_pool_attribute CUmemPool_attribute
 #define zcu_handle_type CUmemAllocationHandleType
+#define zcu_granularity CUmemAllocationGranularity_flags
 
 /* PFN_cuFoo_v11020 exists only if 11.2 did bring a signature of cuFoo, so that the pinned version is checked as well. */
 #define X(name, version, required, arguments)                                                          \

@@ -36,6 +36,10 @@ static zcu_result fake_GetErrorString(zcu_result r, const char **s) {
 static zcu_result fake_DeviceGetCount(int *n) { *n = fake_say.count; return 0; }
 static zcu_result fake_DeviceGet(zcu_device *d, int i) { *d = 100 + i; return 0; }
 static zcu_result fake_DeviceGetUuid(zcu_uuid *u, zcu_device d) { memset(u, d, sizeof *u); return 0; }
+static zcu_result fake_DeviceGetAttribute(int *v, zcu_device_attribute which, zcu_device d) {
+    *v = which != fake_say.cannot || d != 101;
+    return fake_say.attribute;
+}
 static zcu_result fake_DevicePrimaryCtxRetain(zcu_ctx *c, zcu_device d) {
     __atomic_add_fetch(&fake_say.retained, 1, __ATOMIC_SEQ_CST);
     if (fake_say.retain) return fake_say.retain;
@@ -85,8 +89,8 @@ static zcu_result fake_other(void) { return ZCU_ERROR_NOT_SUPPORTED; }
 static const struct { const char *name; void *function; } known[] = {
 #define KNOWN(name) {"cu" #name, (void *)fake_##name}
     KNOWN(Init), KNOWN(DriverGetVersion), KNOWN(GetErrorName), KNOWN(GetErrorString), KNOWN(DeviceGetCount), KNOWN(DeviceGet),
-    KNOWN(DeviceGetUuid), KNOWN(DevicePrimaryCtxRetain), KNOWN(CtxGetCurrent), KNOWN(CtxPushCurrent), KNOWN(CtxPopCurrent),
-    KNOWN(ThreadExchangeStreamCaptureMode), KNOWN(StreamIsCapturing), KNOWN(PointerGetAttributes),
+    KNOWN(DeviceGetUuid), KNOWN(DeviceGetAttribute), KNOWN(DevicePrimaryCtxRetain), KNOWN(CtxGetCurrent), KNOWN(CtxPushCurrent),
+    KNOWN(CtxPopCurrent), KNOWN(ThreadExchangeStreamCaptureMode), KNOWN(StreamIsCapturing), KNOWN(PointerGetAttributes),
 };
 
 static zcu_result get(const char *name, void **out, int version, uint64_t flags, int *status) {

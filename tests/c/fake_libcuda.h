@@ -9,6 +9,8 @@
 struct fake_say {
     int version, count;      /* of the driver, of devices */
     int init, push, retain;  /* what these calls return */
+    int cannot;              /* this attribute is 0 for the second device; all others are 1 */
+    int attribute;           /* what cuDeviceGetAttribute returns */
     char lacks[64];          /* "cuFoo": this symbol is not there */
     int lacks_as_error;      /* … and asking for it is an error, not a status */
     /* written by the fake */

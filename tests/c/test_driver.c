@@ -103,6 +103,30 @@ CASE(missing_optional_symbol) {
     CHECK(!d->StreamWriteValue64 && d->StreamWaitValue64 && d->CtxRecordEvent);
 }
 
+CASE(vmm_where_all_of_it_is) {
+    fake(v2)->cannot = ZCU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED;
+    const struct zcx_driver *d = opened();
+    CHECK(d->vmm[0] == 1 && d->vmm[1] == 0, "the second device cannot share");
+}
+
+CASE(no_vmm_without_one_of_its_functions) {
+    strcpy(fake(v2)->lacks, "cuMemRetainAllocationHandle");
+    const struct zcx_driver *d = opened();
+    CHECK(!d->MemRetainAllocationHandle && d->MemCreate && d->count == 2 && !d->vmm[0] && !d->vmm[1]);
+}
+
+CASE(no_vmm_where_the_device_says_no) {
+    fake(v2)->cannot = ZCU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+    const struct zcx_driver *d = opened();
+    CHECK(d->vmm[0] == 1 && d->vmm[1] == 0);
+}
+
+CASE(no_vmm_where_the_question_is_unknown) {
+    fake(v2)->attribute = ZCU_ERROR_INVALID_VALUE;
+    const struct zcx_driver *d = opened();
+    CHECK(d->count == 2 && !d->vmm[0] && !d->vmm[1]);
+}
+
 CASE(driver_of_cuda_11) {
     struct fake_say *say = fake(plain);
     say->version = 11070;
@@ -312,6 +336,10 @@ int main(void) {
     RUN(missing_symbol_as_error);
     RUN(missing_version_function);
     RUN(missing_optional_symbol);
+    RUN(vmm_where_all_of_it_is);
+    RUN(no_vmm_without_one_of_its_functions);
+    RUN(no_vmm_where_the_device_says_no);
+    RUN(no_vmm_where_the_question_is_unknown);
     RUN(driver_of_cuda_11);
     RUN(init_fails);
     RUN(no_device);

@@ -64,6 +64,8 @@ def test_matches_cuda_h(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     ("cuda_abi.h", "ZCU_MEMPOOL_ATTR_USED_MEM_HIGH = 8", "ZCU_MEMPOOL_ATTR_USED_MEM_HIGH = 7"),
     ("cuda_abi.h", "unsigned char reserved[54]", "unsigned char reserved[62]"),
     ("cuda_abi.h", "int alloc_type, handle_types;", "int handle_types, alloc_type;"),
+    ("cuda_abi.h", "unsigned char compression, rdma;", "unsigned char compression;"),
+    ("driver.h", "X(MemRetainAllocationHandle, 11000", "X(MemRetainAllocationHandle, 10020"),
     ("driver.h", "X(DevicePrimaryCtxRelease, 11000", "X(DevicePrimaryCtxRelease, 11010"),
     ("driver.h", "(zcu_stream, zcu_event, unsigned)", "(zcu_stream, zcu_event)"),
     ("driver.h", "(zcu_device, unsigned *, int *)", "(zcu_device, int *, unsigned *)"),
