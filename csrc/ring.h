@@ -24,8 +24,8 @@ struct zcx_ring_plan {
 };
 uint64_t zcx_ring_pieces(uint64_t nbytes);
 
-/* One end: `window` is where the window is mapped here (a device address of ZCX_RING_BYTES, or of registered host memory its host address with
- */
+/* One end. The window, ZCX_RING_BYTES long, as it is mapped here: a device address, or with window_is_host the host address of memory that is
+ * registered with CUDA. `tensor`: the device address of the first byte. */
 struct zcx_ring_end {
     struct zcx_gate *gate;
     int ordinal;
