@@ -18,14 +18,18 @@
 
 /* What both ends agree on. */
 struct zcx_ring_plan {
-    uint64_t nbytes;                      /* of the tensor, more than 0 */
+    uint64_t nbytes;                      /* of all parts, more than 0 */
     uint32_t filled_slot, emptied_slot;   /* of the gate */
     uint64_t filled, emptied;             /* of piece 0; that of piece k: k * ZCX_GATE_STEP more (gate.h) */
 };
 uint64_t zcx_ring_pieces(uint64_t nbytes);
 
+/* What crosses is a list of parts, back to back: several tensors share one ring. Worker: its one destination or source. Parent: the tensors of a
+ * call. Sum of bytes: the plan's nbytes. The list stays the caller's and must live as long as the transfer. */
+struct zcx_ring_part { zcu_ptr address; uint64_t bytes; };
+
 /* One end. The window, ZCX_RING_BYTES long, as it is mapped here: a device address, or with window_is_host the host address of memory that is
- * registered with CUDA. `tensor`: the device address of the first byte. */
+ * registered with CUDA. */
 struct zcx_ring_end {
     struct zcx_gate *gate;
     int ordinal;
@@ -33,7 +37,8 @@ struct zcx_ring_end {
     int window_is_host;
     unsigned char *host_window;
     zcu_ptr device_window;
-    zcu_ptr tensor;
+    const struct zcx_ring_part *parts;
+    uint32_t nparts;
 };
 
 /* Worker: queue the whole transfer on e->stream, as receiver or sender. Returns at once. */
