@@ -25,7 +25,8 @@ struct zcx_ring_plan {
 uint64_t zcx_ring_pieces(uint64_t nbytes);
 
 /* What crosses is a list of parts, back to back: several tensors share one ring. Worker: its one destination or source. Parent: the tensors of a
- * call. Sum of bytes: the plan's nbytes. The list stays the caller's and must live as long as the transfer. */
+ * call. Sum of bytes: the plan's nbytes. An address of 0 is a gap (of alignment): nothing is
+ * copied there. The list stays the caller's and must live as long as the transfer. */
 struct zcx_ring_part { zcu_ptr address; uint64_t bytes; };
 
 /* One end. The window, ZCX_RING_BYTES long, as it is mapped here: a device address, or with window_is_host the host address of memory that is
