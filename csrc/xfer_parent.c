@@ -2,20 +2,18 @@
  *
  * Everything that a worker sends is checked against the state and the table before it changes either; a message that does
  * not fit breaks the session and nothing else. */
-#include "xfer.h"
+#include "xfer_parent.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 /* What idle input segments, and what the result file's free ranges, may hold: a part of the machine's memory, because pages that
  * are there already make a large tensor several times cheaper. It is given back when nobody has called for a while
  * (zcx_parent_rest). */
-static uint64_t warm_bound(void) {
+uint64_t zcx_parent_warm_bound(void) {
     uint64_t bound = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 16;
     return bound < (256ull << 20) ? 256ull << 20 : bound > (4ull << 30) ? 4ull << 30 : bound;
 }
@@ -33,101 +31,16 @@ static uint64_t warm_bound(void) {
 /* A packet is looked for this long without sleeping: about one hand-off. */
 #define PACKET_SPIN_NS 20000
 
-/* ---- the session ---- */
-
-enum transfer_state { LENT, KEPT, QUARANTINED, RELEASED };
-
-struct transfer {
-    uint64_t id, seq;
-    enum transfer_state state;
-    int keeps;                  /* named as kept by RESULT or ERROR */
-    struct zcx_buffer wire;
-    zcu_ptr ptr;                /* device: the first byte lent */
-    void *owner;
-    struct segment *segment;    /* host input: counted there */
-    struct zcx_range *range;    /* host result */
-};
-
-struct segment {
-    struct segment *next;
-    struct zcx_shm *file;
-    uint64_t id;
-    enum zcx_shm_kind kind;
-    uint32_t uses;
-    int sent;
-};
-
-struct call_gate {
-    unsigned pool;
-    int ordinal;
-    uint32_t ready_slot, done_slot;
-    uint64_t ready, done;
-    zcu_stream stream;
-};
-
-/* A check that is under way. */
-struct proof {
-    uint32_t step;              /* 0: none */
-    struct call_gate gate;
-    zcu_ptr memory;
-    uint64_t seed, buffer_id;
-    int answered;               /* PROVED came: DONE is awaited */
-    int failed;
-    char reason[256];
-};
-
-struct zcx_parent {
-    struct zcx_sock sock;
-    int control, gone;
-    pid_t creator;
-    enum zcx_session_state state;
-    struct zcx_files *files;
-    struct zcx_gate *gate;
-    struct zcx_shm *results;
-    struct {
-        struct zcx_pool *pool;
-        int accepted;
-        enum zcx_windows_use windows;
-        zcu_ptr doubted[ZCX_PROVE_WINDOWS]; /* memory of checks that failed although DONE was seen, by step */
-    } pools[ZCX_MAX_DEVICES];
-    unsigned npools;
-    struct proof proof;
-    char proof_reason[256];         /* of the last one: events borrow it */
-
-    uint64_t seq, next_id, next_segment;
-    uint64_t result_limit, result_bytes;
-    uint32_t result_count;
-    struct call_gate gates[ZCX_MAX_DEVICES];
-    unsigned ngates;
-    struct zcx_msg msg;             /* the last one received; freed at the next step */
-    int has_msg;
-    struct zcx_event outcome;       /* RESULT, ERROR or IMPORT_REFUSED, held back until DONE is seen */
-    unsigned char *outcome_bytes;   /* its body, copied: the socket's packet is overwritten meanwhile */
-    int64_t done_since;             /* when DONE was first looked for */
-    int64_t deadline;               /* of the step under way or the last one: answers wait no longer for a worker that does not read */
-    uint64_t wanted_request;        /* of the ALLOC that the caller is answering */
-
-    pthread_mutex_t lock;           /* over all below: statistics and reclaim come from other threads */
-    struct transfer *transfers;     /* ascending ids */
-    size_t ntransfers, ctransfers;
-    struct segment *segments;
-    void **released;
-    size_t nreleased, creleased;
-};
-
-static int broken(struct zcx_parent *p, int r) {
+int zcx_parent_broken(struct zcx_parent *p, int r) {
     p->state = ZCX_BROKEN;
     return r;
 }
 
-static int wrong_state(const struct zcx_parent *p, const char *what, struct zcx_err *err) {
+int zcx_parent_wrong_state(const struct zcx_parent *p, const char *what, struct zcx_err *err) {
     if (p->creator != getpid()) return zcx_fail(err, ZCX_E_UNFIT, "this worker belongs to the process that started it, not to its fork: start another one here");
     if (p->state == ZCX_BROKEN) return zcx_fail(err, ZCX_E_DIED, "the session is over");
     return zcx_fail(err, ZCX_E_RANGE, "%s is not possible in state %d of the session", what, (int)p->state);
 }
-#define REQUIRE(p, condition, what, err) \
-    if ((p)->creator != getpid() || !(condition)) return wrong_state((p), (what), (err))
-
 int zcx_parent_new(struct zcx_parent **out, struct zcx_files *files, int sock_fd, int control_fd, int pidfd, struct zcx_err *err) {
     int r;
     struct zcx_parent *p = calloc(1, sizeof *p);
@@ -151,7 +64,7 @@ int zcx_parent_new(struct zcx_parent **out, struct zcx_files *files, int sock_fd
     while (space < want) space *= 2;
     r = zcx_shm_result_new(&p->results, space, err);
     if (r) goto free_gate;
-    zcx_shm_keep_warm(p->results, warm_bound());
+    zcx_shm_keep_warm(p->results, zcx_parent_warm_bound());
     zcx_files_sweep(files);
     r = zcx_files_add(files, p->results, err);
     if (r) goto free_results;
@@ -174,7 +87,7 @@ free_p:
 enum zcx_session_state zcx_parent_state(const struct zcx_parent *p) { return p->state; }
 int zcx_parent_fd(const struct zcx_parent *p) { return p->sock.fd; }
 
-static int send_body(struct zcx_parent *p, enum zcx_type type, uint64_t id, const void *body, size_t n, int fd, struct zcx_err *err) {
+int zcx_parent_tell(struct zcx_parent *p, enum zcx_type type, uint64_t id, const void *body, size_t n, int fd, struct zcx_err *err) {
     struct zcx_header h = {.type = (uint16_t)type, .seq = p->seq, .id = id};
     struct zcx_piece piece = {body, n};
     int64_t until = zcx_now() + ANSWER_NS;
@@ -183,7 +96,7 @@ static int send_body(struct zcx_parent *p, enum zcx_type type, uint64_t id, cons
     do r = zcx_sock_send(&p->sock, h, &piece, 1, &fd, fd >= 0, until, err);
     while (r == 2); /* it must not be forgotten, and the wait is bounded */
     if (r == 1) r = zcx_fail(err, ZCX_E_PROTOCOL, "the worker does not read its messages");
-    return r < 0 ? broken(p, r) : r;
+    return r < 0 ? zcx_parent_broken(p, r) : r;
 }
 
 int zcx_parent_hello(struct zcx_parent *p, const char *version, const char *python, struct zcx_err *err) {
@@ -194,277 +107,12 @@ int zcx_parent_hello(struct zcx_parent *p, const char *version, const char *pyth
         .features = ZCX_FEATURE_HOST | ZCX_FEATURE_POOL, .version = zcx_text_of(version), .python = zcx_text_of(python)};
     long n = zcx_hello_encode(&hello, body, sizeof body, err);
     if (n < 0) return (int)n;
-    int r = send_body(p, ZCX_HELLO, 0, body, (size_t)n, -1, err);
+    int r = zcx_parent_tell(p, ZCX_HELLO, 0, body, (size_t)n, -1, err);
     if (!r) p->state = ZCX_HELLO_SENT;
     return r;
 }
 
-/* ---- transfers ---- */
-
-static void *grown(void *array, size_t count, size_t *capacity, size_t item) {
-    if (count < *capacity) return array;
-    size_t want = *capacity ? *capacity * 2 : 8;
-    void *p = realloc(array, want * item);
-    if (p) *capacity = want;
-    return p;
-}
-
-static struct transfer *find(struct zcx_parent *p, uint64_t id) {
-    size_t low = 0, high = p->ntransfers;
-    while (low < high) {
-        size_t middle = (low + high) / 2;
-        if (p->transfers[middle].id < id) low = middle + 1;
-        else high = middle;
-    }
-    return low < p->ntransfers && p->transfers[low].id == id ? &p->transfers[low] : NULL;
-}
-
-/* Room for one more transfer, and for its owner on the released list: releasing must not be able to fail. */
-static int reserve(struct zcx_parent *p, struct zcx_err *err) {
-    pthread_mutex_lock(&p->lock);
-    void *t = grown(p->transfers, p->ntransfers, &p->ctransfers, sizeof *p->transfers);
-    if (t) p->transfers = t;
-    void *o = t ? grown(p->released, p->nreleased + p->ntransfers, &p->creleased, sizeof *p->released) : NULL;
-    if (o) p->released = o;
-    pthread_mutex_unlock(&p->lock);
-    return o ? 0 : zcx_fail(err, ENOMEM, "no memory for a transfer");
-}
-
-/* Only after reserve(). */
-static struct transfer *add(struct zcx_parent *p, struct transfer t) {
-    pthread_mutex_lock(&p->lock);
-    t.id = t.wire.id = p->next_id++;
-    t.seq = p->seq;
-    t.state = LENT;
-    p->transfers[p->ntransfers++] = t;
-    pthread_mutex_unlock(&p->lock);
-    return &p->transfers[p->ntransfers - 1];
-}
-
-static void release_locked(struct zcx_parent *p, struct transfer *t) {
-    if (t->owner) p->released[p->nreleased++] = t->owner;
-    if (t->segment) t->segment->uses--;
-    zcx_range_unref(t->range);
-    *t = (struct transfer){.id = t->id, .state = RELEASED}; /* the id stays until the next compaction: find() counts on their order */
-}
-
-static void compact_locked(struct zcx_parent *p) {
-    size_t n = 0;
-    for (size_t i = 0; i < p->ntransfers; i++)
-        if (p->transfers[i].state != RELEASED) p->transfers[n++] = p->transfers[i];
-    p->ntransfers = n;
-}
-
-void *zcx_parent_released(struct zcx_parent *p) {
-    pthread_mutex_lock(&p->lock);
-    void *owner = p->nreleased ? p->released[--p->nreleased] : NULL;
-    pthread_mutex_unlock(&p->lock);
-    return owner;
-}
-
-/* ---- pools and gates ---- */
-
-int zcx_parent_offer(struct zcx_parent *p, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err) {
-    REQUIRE(p, p->state >= ZCX_IDLE && p->state <= ZCX_CALLING, "offering a pool", err);
-    for (unsigned i = 0; i < p->npools; i++)
-        if (p->pools[i].pool == pool) {
-            *index = i;
-            *accepted = p->pools[i].accepted;
-            return 1;
-        }
-    if (p->npools == ZCX_MAX_DEVICES) return zcx_fail(err, ZCX_E_LIMIT, "more than %d devices", ZCX_MAX_DEVICES);
-    unsigned char body[64];
-    struct zcx_pool_msg m = {.index = (uint16_t)p->npools};
-    memcpy(m.uuid, zcx_pool_uuid(pool)->bytes, sizeof m.uuid);
-    long n = zcx_pool_msg_encode(&m, body, sizeof body, err);
-    if (n < 0) return (int)n;
-    int r = zcx_gate_register(p->gate, zcx_pool_ordinal(pool), err);
-    if (r) return r;
-    r = send_body(p, ZCX_POOL, 0, body, (size_t)n, zcx_pool_fd(pool), err);
-    if (r) return r;
-    p->pools[p->npools].pool = zcx_pool_ref(pool);
-    p->pools[p->npools].accepted = -1;
-    *index = p->npools++;
-    *accepted = -1;
-    return 0;
-}
-
-/* In event mode a slot's event travels once, before the first message that names the slot. */
-static int introduce_slot(struct zcx_parent *p, unsigned pool, uint32_t slot, struct zcx_err *err) {
-    struct zcx_gate_event m = {.pool = (uint16_t)pool, .slot = slot};
-    zcu_ipc_event handle;
-    unsigned char body[128];
-    int r = zcx_gate_event_export(p->gate, zcx_pool_ordinal(p->pools[pool].pool), slot, &handle, err);
-    if (r) return r;
-    memcpy(m.handle, handle.bytes, sizeof m.handle);
-    long n = zcx_gate_event_encode(&m, body, sizeof body, err);
-    if (n < 0) return (int)n;
-    return send_body(p, ZCX_GATE_EVENT, 0, body, (size_t)n, -1, err);
-}
-
-static int new_gate(struct zcx_parent *p, unsigned pool, zcu_stream stream, struct call_gate *out, struct zcx_err *err) {
-    struct call_gate g = {.pool = pool, .ordinal = zcx_pool_ordinal(p->pools[pool].pool), .stream = stream};
-    int r = zcx_gate_take(p->gate, &g.ready_slot, &g.done_slot);
-    if (r) return zcx_fail(err, ZCX_E_LIMIT, "every gate slot still waits for work that was queued on a stream before: wait for it, then call again");
-    if (zcx_gate_uses_events(p->gate)) {
-        r = introduce_slot(p, pool, g.ready_slot, err);
-        if (!r) r = introduce_slot(p, pool, g.done_slot, err);
-        if (r) {
-            zcx_gate_put(p->gate, g.ready_slot);
-            zcx_gate_put(p->gate, g.done_slot);
-            return r;
-        }
-    }
-    g.done = zcx_gate_next(p->gate, g.done_slot);
-    *out = g;
-    return 0;
-}
-
-static void drop_gate(struct zcx_parent *p, const struct call_gate *g) {
-    zcx_gate_put(p->gate, g->ready_slot);
-    zcx_gate_put(p->gate, g->done_slot);
-}
-
-/* One that nobody was told of: its DONE was announced, and so is said here. */
-static void withdraw_gate(struct zcx_parent *p, const struct call_gate *g) {
-    zcx_gate_post_cpu(p->gate, g->done_slot, g->done);
-    drop_gate(p, g);
-}
-
-/* The call's gate on this device; made when the first buffer of the device is lent. */
-static int gate_of(struct zcx_parent *p, unsigned pool, zcu_stream stream, struct call_gate **out, struct zcx_err *err) {
-    for (unsigned i = 0; i < p->ngates; i++)
-        if (p->gates[i].pool == pool) {
-            *out = &p->gates[i];
-            return 0;
-        }
-    const struct zcx_driver *d;
-    int ordinal = zcx_pool_ordinal(p->pools[pool].pool);
-    int r = zcx_driver_open(&d, err);
-    if (r) return r;
-    r = zcx_driver_capturing(d, ordinal, stream, err);
-    if (r < 0) return r;
-    if (r) return zcx_fail(err, ZCX_E_UNFIT, "the calling stream is being captured into a graph: call the worker outside the capture");
-    r = new_gate(p, pool, stream, &p->gates[p->ngates], err);
-    if (!r) *out = &p->gates[p->ngates++];
-    return r;
-}
-
-static int post_ready(struct zcx_parent *p, struct call_gate *g, struct zcx_err *err) {
-    uint64_t value = zcx_gate_next(p->gate, g->ready_slot);
-    int r = zcx_gate_post(p->gate, g->ordinal, g->ready_slot, value, g->stream, err);
-    if (r) zcx_gate_post_cpu(p->gate, g->ready_slot, value); /* it was announced: a slot whose value never comes is lost */
-    else g->ready = value;
-    return r;
-}
-
-static struct zcx_gate_ref gate_ref(const struct call_gate *g) {
-    return (struct zcx_gate_ref){
-        .pool = (uint16_t)g->pool, .ready_slot = g->ready_slot, .done_slot = g->done_slot, .ready = g->ready, .done = g->done};
-}
-
-/* ---- the start-up check ---- */
-
-static const struct zcx_seams whole; /* here the memory is one allocation */
-
-/* The check has a stream of its own, so that nothing of the host's is waited for. */
-static int write_marks(struct zcx_parent *p, uint32_t step, struct zcx_err *err) {
-    struct proof *f = &p->proof;
-    struct zcx_pool *pool = p->pools[f->gate.pool].pool;
-    struct zcx_scope scope;
-    int r = zcx_scope_open(&scope, f->gate.ordinal, err);
-    if (r) return r;
-    r = zcx_cu(err, "cuStreamCreate", scope.d->StreamCreate(&f->gate.stream, ZCU_STREAM_NON_BLOCKING));
-    if (!r) r = zcx_pool_alloc(pool, ZCX_CANARY_BYTES, f->gate.stream, &f->memory, err);
-    if (!r && step == ZCX_PROVE_POOL) r = zcx_canary_identity(scope.d, zcx_pool_handle(pool), f->memory, f->gate.stream, err);
-    if (!r) r = zcx_canary_write(scope.d, f->memory, &whole, f->seed, f->gate.stream, err);
-    if (!r) r = post_ready(p, &f->gate, err);
-    zcx_scope_close(&scope);
-    return r;
-}
-
-/* Only after DONE: the worker's marks, made from the seed's successor, must all be there. */
-static int read_marks(struct zcx_parent *p, struct zcx_err *err) {
-    struct zcx_scope scope;
-    int r = zcx_scope_open(&scope, p->proof.gate.ordinal, err);
-    if (r) return r;
-    r = zcx_canary_check(scope.d, p->proof.memory, &whole, p->proof.seed + 1, p->proof.gate.stream, err);
-    zcx_scope_close(&scope);
-    return r;
-}
-
-/* Memory that the worker may still write to is only given back when its DONE was seen and can be believed, or when it is gone;
- * and on the stream that wrote our own marks, which may not all be written yet when a worker dies early. */
-static void end_proof(struct zcx_parent *p) {
-    struct proof *f = &p->proof;
-    struct zcx_scope scope;
-    drop_gate(p, &f->gate);
-    if (f->gate.stream && zcx_scope_open(&scope, f->gate.ordinal, NULL) == 0) {
-        if (f->memory) zcx_pool_free(p->pools[f->gate.pool].pool, f->memory, f->gate.stream, NULL);
-        scope.d->StreamDestroy(f->gate.stream); /* what is queued on it goes on */
-        zcx_scope_close(&scope);
-    }
-    memset(f, 0, sizeof *f);
-}
-
-int zcx_parent_prove(struct zcx_parent *p, unsigned pool, uint32_t step, struct zcx_err *err) {
-    REQUIRE(p, p->state >= ZCX_IDLE && p->state <= ZCX_CALLING && !p->proof.step, "a check", err);
-    if (pool >= p->npools || p->pools[pool].accepted != 1) return zcx_fail(err, ZCX_E_RANGE, "pool %u was not accepted by the worker", pool);
-    struct proof *f = &p->proof;
-    struct zcx_export e;
-    unsigned char body[16 + ZCX_GATE_REF_BYTES + ZCX_BUFFER_BYTES];
-    int r = new_gate(p, pool, NULL, &f->gate, err);
-    if (r) return r;
-    f->seed = (uint64_t)zcx_now();
-    r = write_marks(p, step, err);
-    if (!r) r = zcx_pool_export(p->pools[pool].pool, f->memory, ZCX_CANARY_BYTES, step == ZCX_PROVE_WINDOWS ? ZCX_WINDOWS_PROVE : ZCX_WINDOWS_NO, &e, err);
-    if (r) goto undo;
-    struct zcx_prove m = {.step = step, .seed = f->seed, .gate = gate_ref(&f->gate),
-                          .buffer = {.id = p->next_id++, .rung = ZCX_RUNG_POOL, .flags = ZCX_BUFFER_RESULT, .pool = (uint16_t)pool,
-                                     .window = e.window, .nbytes = ZCX_CANARY_BYTES, .offset = e.offset, .alloc_bytes = e.alloc_bytes,
-                                     .key = e.buffer_id}};
-    memcpy(m.buffer.blob, e.blob, sizeof m.buffer.blob);
-    long n = zcx_prove_encode(&m, body, sizeof body, err);
-    r = n < 0 ? (int)n : send_body(p, ZCX_PROVE, 0, body, (size_t)n, -1, err);
-    if (r) goto undo;
-    f->step = step;
-    return 0;
-undo:
-    zcx_gate_post_cpu(p->gate, f->gate.done_slot, f->gate.done); /* nobody was told to post it */
-    end_proof(p);
-    return r;
-}
-
-/* PROVED came. 1: go on, DONE is not there yet. */
-static int proof_seen(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *err) {
-    struct proof *f = &p->proof;
-    struct zcx_err why = {0};
-    int r = zcx_gate_reached(p->gate, f->gate.ordinal, f->gate.done_slot, f->gate.done, err);
-    if (r != 1) return r < 0 ? r : 1;
-    if (!f->failed) {
-        r = read_marks(p, &why);
-        f->failed = r != 0;
-        if (r) snprintf(f->reason, sizeof f->reason, "what the worker wrote did not arrive: %.180s", why.cuda ? zcx_driver_error_name(why.cuda) : why.text);
-    }
-    if (f->failed) { /* DONE came too early, or an un-import failed: the worker may reach that memory yet */
-        p->pools[f->gate.pool].doubted[f->step - 1] = f->memory;
-        f->memory = 0;
-    }
-    if (f->step == ZCX_PROVE_WINDOWS) p->pools[f->gate.pool].windows = f->failed ? ZCX_WINDOWS_NO : ZCX_WINDOWS_YES;
-    ev->kind = ZCX_EV_PROVED;
-    ev->pool = f->gate.pool;
-    ev->refused = f->failed;
-    memcpy(p->proof_reason, f->reason, sizeof p->proof_reason);
-    ev->text = zcx_text_of(p->proof_reason);
-    end_proof(p);
-    return 0;
-}
-
-/* ---- lending ---- */
-
-uint64_t zcx_parent_limit(const struct zcx_parent *p, unsigned pool) {
-    return pool < p->npools && p->pools[pool].windows == ZCX_WINDOWS_YES ? UINT64_MAX : (zcx_chunk_limit() - 1) * ZCX_CHUNK_BYTES + 1;
-}
+/* ---- a call ---- */
 
 int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *seq, struct zcx_err *err) {
     REQUIRE(p, p->state == ZCX_IDLE, "a call", err);
@@ -480,166 +128,6 @@ int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *
     return 0;
 }
 
-static int pool_transfer(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, struct transfer *t,
-                         struct call_gate **gate, struct zcx_err *err) {
-    if (pool >= p->npools || p->pools[pool].accepted != 1) return zcx_fail(err, ZCX_E_RANGE, "pool %u was not accepted by the worker", pool);
-    struct zcx_export e;
-    int r = reserve(p, err);
-    if (r) return r;
-    r = zcx_pool_export(p->pools[pool].pool, ptr, nbytes, p->pools[pool].windows, &e, err);
-    if (r) return r;
-    r = gate_of(p, pool, stream, gate, err);
-    if (r) return r;
-    t->ptr = ptr;
-    t->wire = (struct zcx_buffer){.rung = ZCX_RUNG_POOL, .pool = (uint16_t)pool, .nbytes = nbytes, .offset = e.offset,
-                                  .alloc_bytes = e.alloc_bytes, .key = e.buffer_id, .window = e.window};
-    memcpy(t->wire.blob, e.blob, sizeof t->wire.blob);
-    return 0;
-}
-
-int zcx_parent_lend_pool(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, void *owner,
-                         uint64_t *id, struct zcx_err *err) {
-    REQUIRE(p, p->state == ZCX_PREPARING, "lending", err);
-    struct transfer t = {.owner = owner};
-    struct call_gate *g;
-    int r = pool_transfer(p, pool, ptr, nbytes, stream, &t, &g, err);
-    if (r) return r;
-    *id = add(p, t)->id;
-    return 0;
-}
-
-static int segment_new(struct zcx_parent *p, struct zcx_shm *file, enum zcx_shm_kind kind, struct segment **out, struct zcx_err *err) {
-    struct segment *s = calloc(1, sizeof *s);
-    if (!s) {
-        zcx_shm_unref(file);
-        return zcx_fail(err, ENOMEM, "no memory for a segment");
-    }
-    s->file = file;
-    s->kind = kind;
-    pthread_mutex_lock(&p->lock);
-    s->id = p->next_segment++;
-    s->next = p->segments;
-    p->segments = s;
-    pthread_mutex_unlock(&p->lock);
-    *out = s;
-    return 0;
-}
-
-/* Tell the worker of a segment before the first message that names it. */
-static int segment_send(struct zcx_parent *p, struct segment *s, struct zcx_err *err) {
-    if (s->sent) return 0;
-    unsigned char body[32];
-    struct zcx_segment m = {.size = zcx_shm_size(s->file), .kind = (uint16_t)s->kind};
-    long n = zcx_segment_encode(&m, body, sizeof body, err);
-    if (n < 0) return (int)n;
-    int fd = zcx_shm_fd(s->file), own = -1;
-    if (s->kind == ZCX_SHM_FOREIGN) {
-        own = fd = zcx_shm_readonly_fd(s->file, err);
-        if (fd < 0) return fd;
-    }
-    int r = send_body(p, ZCX_SEGMENT, s->id, body, (size_t)n, fd, err);
-    if (own >= 0) close(own);
-    if (!r) s->sent = 1;
-    return r;
-}
-
-int zcx_parent_lend_shared(struct zcx_parent *p, const void *address, uint64_t nbytes, void *owner, uint64_t *id, struct zcx_err *err) {
-    REQUIRE(p, p->state == ZCX_PREPARING, "lending", err);
-    struct zcx_shm *file = zcx_files_find(p->files, address, nbytes);
-    if (!file) return 1;
-    int r = reserve(p, err);
-    struct segment *s;
-    for (s = p->segments; s && !(s->kind == ZCX_SHM_FOREIGN && s->file == file); s = s->next) {}
-    if (r || s) zcx_shm_unref(file);
-    if (!r && !s) r = segment_new(p, file, ZCX_SHM_FOREIGN, &s, err);
-    if (!r) r = segment_send(p, s, err); /* now: another thread may close the file's descriptor at any time */
-    if (r == -ZCX_E_UNFIT) return 1;
-    if (r) return r;
-    struct transfer t = {.owner = owner, .segment = s,
-                         .wire = {.rung = ZCX_RUNG_HOST, .nbytes = nbytes, .key = s->id,
-                                  .offset = (uint64_t)((const unsigned char *)address - zcx_shm_base(s->file))}};
-    pthread_mutex_lock(&p->lock);
-    s->uses++;
-    pthread_mutex_unlock(&p->lock);
-    *id = add(p, t)->id;
-    return 0;
-}
-
-/* Small pieces share pages; a larger one starts on its own, so that its mapping holds nothing else. */
-static uint64_t placed(uint64_t at, uint64_t nbytes) {
-    uint64_t alignment = nbytes >= ZCX_PAGE ? ZCX_PAGE : 64;
-    return (at + alignment - 1) & ~(alignment - 1);
-}
-
-/* Segments that nobody uses: foreign ones go at once when their worker has no result left, input ones above the bound. */
-static void segments_trim(struct zcx_parent *p, uint64_t idle_bound) {
-    pthread_mutex_lock(&p->lock);
-    uint64_t idle = 0;
-    for (struct segment **at = &p->segments, *s; (s = *at);) {
-        uint64_t size = zcx_shm_size(s->file), taken = 0, warm = 0;
-        if (s->kind == ZCX_SHM_FOREIGN) zcx_shm_usage(s->file, &taken, &warm);
-        int drop = !s->uses && (s->kind == ZCX_SHM_INPUT ? idle + size > idle_bound : s->kind == ZCX_SHM_FOREIGN && !taken);
-        if (!drop) {
-            if (s->kind == ZCX_SHM_INPUT && !s->uses) idle += size;
-            at = &s->next;
-            continue;
-        }
-        *at = s->next;
-        /* Best effort and without waiting: a worker that missed it holds an fd and a file that is empty for us. */
-        struct zcx_header h = {.type = ZCX_SEGMENT_DROP, .id = s->id};
-        if (s->sent && p->state != ZCX_BROKEN) zcx_sock_send(&p->sock, h, NULL, 0, NULL, 0, 0, NULL);
-        zcx_shm_unref(s->file);
-        free(s);
-    }
-    pthread_mutex_unlock(&p->lock);
-}
-
-/* Memory that is only kept for speed: 1 when there was some. */
-static int give_up_idle(struct zcx_parent *p) {
-    struct zcx_parent_stats before, after;
-    zcx_parent_stats(p, &before);
-    segments_trim(p, 0);
-    zcx_parent_stats(p, &after);
-    return zcx_shm_reclaim(p->results) > 0 || after.input_bytes < before.input_bytes;
-}
-
-int zcx_parent_lend_copies(struct zcx_parent *p, struct zcx_source *sources, size_t n, struct zcx_err *err) {
-    REQUIRE(p, p->state == ZCX_PREPARING, "lending", err);
-    uint64_t total = 0;
-    for (size_t i = 0; i < n; i++) {
-        uint64_t at = placed(total, sources[i].nbytes);
-        if (__builtin_add_overflow(at, sources[i].nbytes, &total)) return zcx_fail(err, ZCX_E_RANGE, "the inputs' sizes overflow");
-    }
-    struct segment *best = NULL;
-    for (struct segment *s = p->segments; s; s = s->next)
-        if (s->kind == ZCX_SHM_INPUT && !s->uses && zcx_shm_size(s->file) >= total && (!best || zcx_shm_size(s->file) < zcx_shm_size(best->file)))
-            best = s;
-    int r;
-    if (!best) {
-        struct zcx_shm *file;
-        uint64_t size = total < (1u << 20) ? 1u << 20 : total + total / 8; /* a little more, so that the next call fits too */
-        r = zcx_shm_input_new(&file, size, err);
-        if (r && (size > total || give_up_idle(p))) r = zcx_shm_input_new(&file, total ? total : 1, err);
-        if (r) return r;
-        r = segment_new(p, file, ZCX_SHM_INPUT, &best, err);
-        if (r) return r;
-    }
-    uint64_t at = 0;
-    for (size_t i = 0; i < n; i++) {
-        r = reserve(p, err);
-        if (r) return r;
-        at = placed(at, sources[i].nbytes);
-        memcpy(zcx_shm_base(best->file) + at, sources[i].address, sources[i].nbytes);
-        struct transfer t = {.segment = best, .wire = {.rung = ZCX_RUNG_HOST, .nbytes = sources[i].nbytes, .offset = at, .key = best->id}};
-        pthread_mutex_lock(&p->lock);
-        best->uses++;
-        pthread_mutex_unlock(&p->lock);
-        sources[i].id = add(p, t)->id;
-        at += sources[i].nbytes;
-    }
-    return 0;
-}
-
 int zcx_parent_send(struct zcx_parent *p, const void *tree, size_t tree_bytes, int64_t deadline, struct zcx_err *err) {
     REQUIRE(p, p->state == ZCX_PREPARING, "sending", err);
     size_t first = 0;
@@ -648,16 +136,16 @@ int zcx_parent_send(struct zcx_parent *p, const void *tree, size_t tree_bytes, i
     int r;
     for (size_t i = first; i < p->ntransfers; i++)
         if (p->transfers[i].segment) {
-            r = segment_send(p, p->transfers[i].segment, err);
+            r = zcx_parent_send_segment(p, p->transfers[i].segment, err);
             if (r) return r;
         }
     size_t fixed = 8 + p->ngates * ZCX_GATE_REF_BYTES + nbuffers * ZCX_BUFFER_BYTES;
     unsigned char *gates = malloc(2 * fixed), *head = gates + fixed;
     if (!gates) return zcx_fail(err, ENOMEM, "no memory for the call's %zu buffers", nbuffers);
     for (unsigned i = 0; i < p->ngates; i++) {
-        r = post_ready(p, &p->gates[i], err);
+        r = zcx_call_gate_ready(p, &p->gates[i], err);
         if (r) goto free_head;
-        struct zcx_gate_ref g = gate_ref(&p->gates[i]);
+        struct zcx_gate_ref g = zcx_call_gate_ref(&p->gates[i]);
         zcx_gate_ref_encode(&g, gates + i * ZCX_GATE_REF_BYTES);
     }
     unsigned char *buffers = gates + p->ngates * ZCX_GATE_REF_BYTES;
@@ -672,7 +160,7 @@ int zcx_parent_send(struct zcx_parent *p, const void *tree, size_t tree_bytes, i
     struct zcx_piece pieces[2] = {{head, (size_t)n}, {tree, tree_bytes}};
     r = zcx_sock_send(&p->sock, h, pieces, 2, NULL, 0, deadline, err);
     if (r == 0) p->state = ZCX_CALLING;
-    else if (r == -ZCX_E_DIED) broken(p, r);
+    else if (r == -ZCX_E_DIED) zcx_parent_broken(p, r);
 free_head:
     free(gates);
     return r;
@@ -690,28 +178,28 @@ static int refuse(struct zcx_parent *p, uint64_t request, enum zcx_refusal code,
     struct zcx_refused m = {.code = code, .reason = zcx_text_of(reason)};
     long n = zcx_refused_encode(&m, body, sizeof body, err);
     if (n < 0) return (int)n;
-    return send_body(p, ZCX_REFUSED, request, body, (size_t)n, -1, err);
+    return zcx_parent_tell(p, ZCX_REFUSED, request, body, (size_t)n, -1, err);
 }
 
 static int send_allocated(struct zcx_parent *p, uint64_t request, const struct zcx_allocated *m, struct zcx_err *err) {
     unsigned char body[8 + ZCX_GATE_REF_BYTES + ZCX_BUFFER_BYTES];
     long n = zcx_allocated_encode(m, body, sizeof body, err);
     if (n < 0) return (int)n;
-    return send_body(p, ZCX_ALLOCATED, request, body, (size_t)n, -1, err);
+    return zcx_parent_tell(p, ZCX_ALLOCATED, request, body, (size_t)n, -1, err);
 }
 
 /* Answer a host ALLOC without troubling Python: a range of the result file. */
 static int alloc_host(struct zcx_parent *p, uint64_t request, uint64_t nbytes, struct zcx_err *err) {
     struct zcx_err why;
     struct zcx_range *range;
-    int r = reserve(p, err);
+    int r = zcx_transfer_reserve(p, err);
     if (r) return r;
     r = zcx_range_new(&range, p->results, nbytes, &why);
-    if (r && give_up_idle(p)) r = zcx_range_new(&range, p->results, nbytes, &why);
+    if (r && zcx_parent_give_up_idle(p)) r = zcx_range_new(&range, p->results, nbytes, &why);
     if (r) return refuse(p, request, ZCX_REFUSED_MEMORY, why.text[0] ? why.text : strerror(-r < 1000 ? -r : ENOMEM), err);
     struct transfer t = {.range = range, .wire = {.rung = ZCX_RUNG_HOST, .flags = ZCX_BUFFER_RESULT, .nbytes = nbytes,
                                                   .offset = zcx_range_offset(range), .key = 0 /* the result file is segment 0 */}};
-    struct zcx_allocated m = {.buffer = add(p, t)->wire};
+    struct zcx_allocated m = {.buffer = zcx_transfer_add(p, t)->wire};
     p->result_bytes += nbytes;
     return send_allocated(p, request, &m, err);
 }
@@ -719,7 +207,7 @@ static int alloc_host(struct zcx_parent *p, uint64_t request, uint64_t nbytes, s
 /* Mark what the worker still maps. */
 static int keep(struct zcx_parent *p, const struct zcx_result_msg *m, struct zcx_err *err) {
     for (uint32_t i = 0; i < m->nkept; i++) {
-        struct transfer *t = find(p, zcx_wire_u64(m->kept, i));
+        struct transfer *t = zcx_transfer_find(p, zcx_wire_u64(m->kept, i));
         if (!t || t->seq != p->seq) return zcx_fail(err, ZCX_E_PROTOCOL, "the worker keeps a buffer that this call did not lend");
         t->keeps = 1;
     }
@@ -731,12 +219,12 @@ static int release_ids(struct zcx_parent *p, const struct zcx_release *m, struct
     pthread_mutex_lock(&p->lock);
     for (uint32_t i = 0; i < m->count && !r; i++) {
         uint64_t id = zcx_wire_u64(m->ids, i);
-        struct transfer *t = find(p, id);
-        if (t && t->state == KEPT) release_locked(p, t);
+        struct transfer *t = zcx_transfer_find(p, id);
+        if (t && t->state == KEPT) zcx_transfer_release(p, t);
         else if (t && t->keeps) t->keeps = 0; /* DONE was not seen yet: it goes at the call's end */
         else if (t ? t->state != RELEASED : !id || id >= p->next_id) r = -ZCX_E_PROTOCOL; /* releasing is idempotent */
     }
-    compact_locked(p);
+    zcx_transfers_compact(p);
     pthread_mutex_unlock(&p->lock);
     return r ? zcx_fail(err, ZCX_E_PROTOCOL, "the worker released a buffer that it does not keep") : 0;
 }
@@ -767,10 +255,10 @@ static int greet(struct zcx_parent *p, const struct zcx_hello *hello, struct zcx
     struct zcx_gate_page page = {ZCX_GATE_SLOTS, ZCX_GATE_STRIDE};
     struct zcx_segment results = {zcx_shm_size(p->results), ZCX_SHM_RESULT};
     long n = zcx_gate_page_encode(&page, body, sizeof body, err);
-    int r = n < 0 ? (int)n : send_body(p, ZCX_GATE, 0, body, (size_t)n, zcx_gate_fd(p->gate), err);
+    int r = n < 0 ? (int)n : zcx_parent_tell(p, ZCX_GATE, 0, body, (size_t)n, zcx_gate_fd(p->gate), err);
     if (r) return r;
     n = zcx_segment_encode(&results, body, sizeof body, err);
-    return n < 0 ? (int)n : send_body(p, ZCX_SEGMENT, 0, body, (size_t)n, zcx_shm_fd(p->results), err);
+    return n < 0 ? (int)n : zcx_parent_tell(p, ZCX_SEGMENT, 0, body, (size_t)n, zcx_shm_fd(p->results), err);
 }
 
 /* One message. 0: *ev is for the caller; 1: done with, go on. */
@@ -876,7 +364,7 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
         if (!calling) return out_of_turn(p, h, err);
         r = zcx_refused_decode(m->body, n, &refused, err);
         if (r) return r;
-        struct transfer *t = find(p, h->id);
+        struct transfer *t = zcx_transfer_find(p, h->id);
         if (!t || t->seq != p->seq) return zcx_fail(err, ZCX_E_PROTOCOL, "the worker refused a buffer that this call did not lend");
         ev->kind = ZCX_EV_IMPORT_REFUSED;
         ev->transfer = h->id;
@@ -918,8 +406,8 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
         int polling = p->state == ZCX_RETURNING || p->proof.answered; /* for a counter, which no descriptor announces */
         if (p->proof.answered) {
             struct zcx_event e = {0};
-            int r = proof_seen(p, &e, err);
-            if (r < 0) return broken(p, r);
+            int r = zcx_proof_seen(p, &e, err);
+            if (r < 0) return zcx_parent_broken(p, r);
             if (r == 0) {
                 *ev = e;
                 return 0;
@@ -928,7 +416,7 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
         }
         if (p->state == ZCX_RETURNING) {
             int r = done_seen(p, err);
-            if (r < 0) return broken(p, r);
+            if (r < 0) return zcx_parent_broken(p, r);
             if (r) {
                 p->state = ZCX_RETURNED;
                 *ev = p->outcome;
@@ -940,13 +428,13 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
         if (p->has_msg) zcx_msg_free(&p->msg);
         p->has_msg = 0;
         int r = zcx_sock_recv(&p->sock, &p->msg, err);
-        if (r < 0) return broken(p, r);
+        if (r < 0) return zcx_parent_broken(p, r);
         if (r == 0) {
             struct zcx_event e;
             p->has_msg = 1;
             memset(&e, 0, sizeof e);
             r = handle(p, &e, err);
-            if (r < 0) return broken(p, r);
+            if (r < 0) return zcx_parent_broken(p, r);
             if (r && zcx_now() > deadline) return 1; /* a peer that never stops talking stops no clock, and no signal */
             if (r && ++handled == MESSAGES_MAX) return 2;
             if (r) continue;
@@ -960,7 +448,7 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
             until = now + sleep < deadline ? now + sleep : deadline;
         }
         r = zcx_sock_wait(&p->sock, until, polling ? 0 : PACKET_SPIN_NS, err);
-        if (r < 0) return broken(p, r);
+        if (r < 0) return zcx_parent_broken(p, r);
         if (r == 2) return 2;
         if (r == 1 && until == deadline) return 1;
     }
@@ -972,20 +460,20 @@ int zcx_parent_allocated(struct zcx_parent *p, uint64_t request, unsigned pool, 
     struct transfer t = {.owner = owner};
     struct call_gate *g;
     unsigned known = p->ngates;
-    int r = pool_transfer(p, pool, ptr, nbytes, stream, &t, &g, err);
+    int r = zcx_transfer_of_pool(p, pool, ptr, nbytes, stream, &t, &g, err);
     if (!r && g->stream != stream) /* posts of one slot on two streams could land in either order */
         r = zcx_fail(err, ZCX_E_RANGE, "a call uses one stream per device");
-    if (!r) r = post_ready(p, g, err);
+    if (!r) r = zcx_call_gate_ready(p, g, err);
     if (r) {
-        if (p->ngates > known) withdraw_gate(p, &p->gates[--p->ngates]); /* the call would wait for its DONE */
+        if (p->ngates > known) zcx_call_gate_withdraw(p, &p->gates[--p->ngates]); /* the call would wait for its DONE */
         return r;
     }
     t.wire.flags = ZCX_BUFFER_RESULT;
-    struct zcx_allocated m = {.has_gate = 1, .gate = gate_ref(g), .buffer = add(p, t)->wire};
+    struct zcx_allocated m = {.has_gate = 1, .gate = zcx_call_gate_ref(g), .buffer = zcx_transfer_add(p, t)->wire};
     p->result_bytes += nbytes;
     p->wanted_request = 0;
     r = send_allocated(p, request, &m, err);
-    if (r) find(p, m.buffer.id)->owner = NULL; /* nobody was told of it: it stays the caller's */
+    if (r) zcx_transfer_find(p, m.buffer.id)->owner = NULL; /* nobody was told of it: it stays the caller's */
     return r;
 }
 
@@ -998,7 +486,7 @@ int zcx_parent_refuse(struct zcx_parent *p, uint64_t request, enum zcx_refusal c
 /* ---- after the result ---- */
 
 int zcx_parent_lent(struct zcx_parent *p, uint64_t id, struct zcx_lent *out) {
-    struct transfer *t = find(p, id);
+    struct transfer *t = zcx_transfer_find(p, id);
     if (!t || t->seq != p->seq) return 1;
     *out = (struct zcx_lent){.nbytes = t->wire.nbytes, .result = t->wire.flags & ZCX_BUFFER_RESULT, .device = t->wire.rung != ZCX_RUNG_HOST,
                              .owner = t->owner, .address = t->range ? zcx_range_address(t->range) : NULL,
@@ -1007,7 +495,7 @@ int zcx_parent_lent(struct zcx_parent *p, uint64_t id, struct zcx_lent *out) {
 }
 
 int zcx_parent_take(struct zcx_parent *p, uint64_t id, struct zcx_range **out) {
-    struct transfer *t = find(p, id);
+    struct transfer *t = zcx_transfer_find(p, id);
     if (!t || t->seq != p->seq || !t->range) return 1;
     *out = zcx_range_ref(t->range);
     return 0;
@@ -1019,8 +507,8 @@ void zcx_parent_end(struct zcx_parent *p) {
     int nothing_sent = p->state == ZCX_PREPARING, returned = p->state == ZCX_RETURNED;
     if (!nothing_sent && !returned) p->state = ZCX_BROKEN; /* a call that is given up half way: what it lent may still be written */
     for (unsigned i = 0; i < p->ngates; i++) {
-        if (nothing_sent) withdraw_gate(p, &p->gates[i]);
-        else drop_gate(p, &p->gates[i]);
+        if (nothing_sent) zcx_call_gate_withdraw(p, &p->gates[i]);
+        else zcx_call_gate_drop(p, &p->gates[i]);
     }
     p->ngates = 0;
     pthread_mutex_lock(&p->lock);
@@ -1028,20 +516,20 @@ void zcx_parent_end(struct zcx_parent *p) {
         struct transfer *t = &p->transfers[i];
         if (p->state == ZCX_BROKEN) t->state = QUARANTINED;
         else if (t->seq == p->seq && t->keeps) t->state = KEPT;
-        else if (t->seq == p->seq) release_locked(p, t);
+        else if (t->seq == p->seq) zcx_transfer_release(p, t);
     }
-    compact_locked(p);
+    zcx_transfers_compact(p);
     pthread_mutex_unlock(&p->lock);
     free(p->outcome_bytes);
     p->outcome_bytes = NULL;
     if (p->state != ZCX_BROKEN) p->state = ZCX_IDLE;
-    segments_trim(p, warm_bound());
+    zcx_parent_trim_segments(p, zcx_parent_warm_bound());
 }
 
 int zcx_parent_cancel(struct zcx_parent *p, uint64_t seq, struct zcx_err *err) {
     unsigned char packet[ZCX_HEADER_BYTES];
     struct zcx_header h = {.type = ZCX_CANCEL, .seq = seq};
-    if (p->creator != getpid()) return wrong_state(p, "cancelling", err);
+    if (p->creator != getpid()) return zcx_parent_wrong_state(p, "cancelling", err);
     zcx_header_encode(&h, packet);
     ssize_t n;
     while ((n = send(p->control, packet, sizeof packet, MSG_NOSIGNAL | MSG_DONTWAIT)) < 0 && errno == EINTR) {}
@@ -1069,9 +557,9 @@ void zcx_parent_shutdown(struct zcx_parent *p) {
 void zcx_parent_gone(struct zcx_parent *p) {
     if (p->creator != getpid()) return;
     p->state = ZCX_BROKEN;
-    for (unsigned i = 0; i < p->ngates; i++) drop_gate(p, &p->gates[i]);
+    for (unsigned i = 0; i < p->ngates; i++) zcx_call_gate_drop(p, &p->gates[i]);
     p->ngates = 0;
-    if (p->proof.step) end_proof(p);
+    if (p->proof.step) zcx_proof_end(p);
     for (unsigned i = 0; i < p->npools; i++)
         for (unsigned k = 0; k < ZCX_PROVE_WINDOWS; k++) {
             if (p->pools[i].doubted[k]) zcx_pool_free(p->pools[i].pool, p->pools[i].doubted[k], NULL, NULL);
@@ -1085,7 +573,7 @@ void zcx_parent_gone(struct zcx_parent *p) {
     shutdown(p->control, SHUT_RDWR);
     p->gone = 1;
     pthread_mutex_lock(&p->lock);
-    for (size_t i = 0; i < p->ntransfers; i++) release_locked(p, &p->transfers[i]);
+    for (size_t i = 0; i < p->ntransfers; i++) zcx_transfer_release(p, &p->transfers[i]);
     p->ntransfers = 0;
     while (p->segments) {
         struct segment *s = p->segments;
@@ -1135,7 +623,7 @@ void zcx_parent_stats(struct zcx_parent *p, struct zcx_parent_stats *out) {
 }
 
 void zcx_parent_rest(struct zcx_parent *p) {
-    if (p->creator == getpid() && p->state == ZCX_IDLE) give_up_idle(p);
+    if (p->creator == getpid() && p->state == ZCX_IDLE) zcx_parent_give_up_idle(p);
 }
 
 uint64_t zcx_parent_reclaim(struct zcx_parent *p) {
