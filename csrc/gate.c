@@ -11,6 +11,8 @@
  * the page as well. A worker that stores a value itself only spoils its own call; but taking it for our own post would let us
  * unregister the page while a stream of ours has yet to write there, which kills the context. Nobody can store, before the
  * GPU did, bits that were never told.
+ * A slot has values for 2^31 posts; once half of them are gone it is not given out any more. A call uses one; a ring one for each
+ * 32 MiB, which with the slots taken in turn is 2^60 bytes in one session.
  *
  * Events, where the driver has no 64-bit stream memory operations. One interprocess event per slot and device, created by the
  * parent when its handle is first asked for. A query or a wait on an event looks at its last record only, and one that was
@@ -31,7 +33,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define STEP (1ull << 32)
+/* Values stay below this: the driver compares by the sign of the difference, which turns round there. */
+#define LAST_VALUE (1ull << 63)
+_Static_assert(ZCX_GATE_POSTS * ZCX_GATE_STEP == LAST_VALUE / 2, "what a slot that is given out must have left");
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
 enum mode { UNDECIDED, COUNTERS, EVENTS };
@@ -310,7 +314,7 @@ int zcx_gate_reached(struct zcx_gate *g, int ordinal, uint32_t slot, uint64_t va
 static int is_free(struct zcx_gate *g, uint32_t slot) {
     struct slot *s = &g->slots[slot];
 
-    if (s->taken) return 0;
+    if (s->taken || s->announced >= LAST_VALUE / 2) return 0;
     look_for_own(g, slot, counter_of(g, slot));
     return !s->written && reached(g, s->ordinal, slot, s->announced, NULL) == 1;
 }
@@ -342,15 +346,20 @@ void zcx_gate_put(struct zcx_gate *g, uint32_t slot) {
     pthread_mutex_unlock(&g->lock);
 }
 
-uint64_t zcx_gate_next(struct zcx_gate *g, uint32_t slot) {
-    uint64_t value;
+uint64_t zcx_gate_next_n(struct zcx_gate *g, uint32_t slot, uint64_t n) {
+    uint64_t first = 0;
 
     if (slot >= ZCX_GATE_SLOTS) return 0;
     pthread_mutex_lock(&g->lock);
-    value = g->slots[slot].announced += STEP;
+    if (n <= (LAST_VALUE - ZCX_GATE_STEP - g->slots[slot].announced) / ZCX_GATE_STEP) {
+        first = g->slots[slot].announced + ZCX_GATE_STEP;
+        g->slots[slot].announced += n * ZCX_GATE_STEP;
+    }
     pthread_mutex_unlock(&g->lock);
-    return value;
+    return first;
 }
+
+uint64_t zcx_gate_next(struct zcx_gate *g, uint32_t slot) { return zcx_gate_next_n(g, slot, 1); }
 
 /* ---- posting and awaiting ---- */
 

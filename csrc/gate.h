@@ -17,6 +17,8 @@
 #define ZCX_GATE_SLOTS 64
 #define ZCX_GATE_STRIDE 64
 #define ZCX_GATE_BYTES (ZCX_GATE_SLOTS * ZCX_GATE_STRIDE)
+#define ZCX_GATE_STEP (1ull << 32)   /* from one value of a slot to the next; a post may write more, but less than that */
+#define ZCX_GATE_POSTS (1u << 30)    /* a slot that was just taken has values for so many posts at least */
 
 struct zcx_gate;
 
@@ -34,13 +36,16 @@ int zcx_gate_take(struct zcx_gate *g, uint32_t *ready, uint32_t *done);
 /* Parent: hand a slot back; it is free again once its counter has reached what was last announced for it. */
 void zcx_gate_put(struct zcx_gate *g, uint32_t slot);
 /* The next value of a slot: what the next post on it must write. Only the parent numbers posts, of both slots. Values grow in
- * large steps, and a post may write more than its value, but never as much as the next one (gate.c says why). */
+ * steps of ZCX_GATE_STEP, and a post may write more than its value, but never as much as the next one (gate.c says why). */
 uint64_t zcx_gate_next(struct zcx_gate *g, uint32_t slot);
+/* The first of the next n (1 to ZCX_GATE_POSTS), ZCX_GATE_STEP apart. 0: the slot has not so many left. All n are announced: one
+ * that is never posted is never waited for, as long as the last one is posted. */
+uint64_t zcx_gate_next_n(struct zcx_gate *g, uint32_t slot, uint64_t n);
 
 /* Post `value` on `stream`, after all work queued on it so far. As long as a slot is taken, its posts go on one stream: two
  * streams would post in any order. */
 int zcx_gate_post(struct zcx_gate *g, int ordinal, uint32_t slot, uint64_t value, zcu_stream stream, struct zcx_err *err);
-/* Make `stream` wait for `value`. Worker only, on READY only: a parent's stream never waits on a worker (-ZCX_E_RANGE).
+/* Make `stream` wait for `value`. Worker only, for posts of the parent: its streams never wait for a worker (-ZCX_E_RANGE).
  * -ZCX_E_PROTOCOL, with events only: it was not posted yet, and so cannot be waited for. */
 int zcx_gate_await(struct zcx_gate *g, int ordinal, uint32_t slot, uint64_t value, zcu_stream stream, struct zcx_err *err);
 /* Post from the CPU: for a side whose GPU work is known to be over, or that never had any. */

@@ -13,9 +13,9 @@ from conftest import ROOT, absent
 
 CSRC = ROOT / "csrc"
 # An object may include its own header and those of lower rank. xfer and module are several files of one rank each.
-RANK = {"err": 0, "cuda_abi": 0, "wire": 1, "shm": 1, "driver": 1, "window": 1, "codec": 2, "files": 2, "pool": 2, "gate": 2, "canary": 2, "sock": 3,
+RANK = {"err": 0, "cuda_abi": 0, "wire": 1, "shm": 1, "driver": 1, "window": 1, "codec": 2, "files": 2, "pool": 2, "gate": 2, "canary": 2, "sock": 3, "ring": 3,
         "xfer": 4, "module": 5}
-CUDA = {"cuda_abi", "driver", "pool", "gate", "canary"}
+CUDA = {"cuda_abi", "driver", "pool", "gate", "canary", "ring"}
 TALK = {"wire", "codec", "sock"}
 
 
@@ -91,6 +91,9 @@ def test_csrc_keeps_the_rules() -> None:
     ("wire.h", '#include "sock.h"', "wire.h includes sock.h, which is not below it"),
     ("pool.h", '#include "wire.h"', "pool.h knows ['wire']"),
     ("canary.h", '#include "wire.h"', "canary.h knows ['wire']"),
+    ("ring.h", '#include "sock.h"', "ring.h includes sock.h, which is not below it"),
+    ("ring.c", '#include "wire.h"', "ring.c knows ['wire']"),
+    ("gate.c", '#include "ring.h"', "gate.c includes ring.h, which is not below it"),
     ("canary.c", '#include "pool.h"', "canary.c includes pool.h, which is not below it"),
     ("window.c", '#include "cuda_abi.h"', "window.c knows ['cuda_abi']: the arithmetic"),
     ("window.h", '#include "driver.h"', "window.h includes driver.h, which is not below it"),
