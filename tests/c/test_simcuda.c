@@ -291,6 +291,10 @@ struct order {
     zcu_ipc_event event;
 };
 
+static void posted(int slot) {
+    while (__atomic_load_n(&page[slot * 8], __ATOMIC_ACQUIRE) != 1) usleep(100);
+}
+
 static void obey(int sock) {
     struct order o;
     zcu_pool pool;
@@ -351,10 +355,6 @@ static zcu_ptr lend(struct peer *peer) {
     close(fd);
     peer_recv(peer->sock, &byte, 1);
     return p;
-}
-
-static void posted(int slot) {
-    while (__atomic_load_n(&page[slot * 8], __ATOMIC_ACQUIRE) != 1) usleep(100);
 }
 
 CASE(the_protocol_has_no_race) {
@@ -478,6 +478,24 @@ CASE(what_the_dead_did_is_over) {
     CHECK(sim.races() == 0);
 }
 
+/* READY was posted long ago, and the hosts taken together know it; but this importer's never asked. */
+static void read_after(int wait, long races) {
+    struct peer peer;
+    setenv("SIMCUDA_BLIND", "1", 1);
+    zcu_ptr p = lend(&peer);
+    OK(d->MemsetD8Async(p, 4, MIB, st));
+    OK(d->StreamWriteValue64(st, counters, 1, 0));
+    posted(0);
+    if (wait) order_peer(&peer, WAIT);
+    order_peer(&peer, READ);
+    order_peer(&peer, SYNC);
+    CHECK(sim.races() == races);
+    CHECK(peer_end(&peer) == 0);
+}
+
+CASE(a_wait_that_is_missing_is_a_race_to_the_blind) { read_after(0, 1); }
+CASE(a_wait_is_enough_for_the_blind) { read_after(1, 0); }
+
 CASE(events_and_barriers_order) {
     zcu_event e;
     zcu_stream blocking;
@@ -551,6 +569,8 @@ int main(void) {
     ALONE(a_use_after_the_free_is_a_race);
     ALONE(a_free_on_the_wrong_stream_is_a_race);
     ALONE(what_the_dead_did_is_over);
+    ALONE(a_wait_that_is_missing_is_a_race_to_the_blind);
+    ALONE(a_wait_is_enough_for_the_blind);
     ALONE(events_and_barriers_order);
     ALONE(a_record_behind_the_dead_hangs);
     return 0;
