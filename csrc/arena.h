@@ -18,8 +18,8 @@
 
 #include "driver.h"
 
-struct zcx_arena; /* reference-counted, one per device; blocks and slabs keep it */
-struct zcx_slab;  /* reference-counted */
+struct zcx_arena; /* reference-counted, one per device; blocks keep it */
+struct zcx_slab;  /* reference-counted; its memory stays while somebody refers to it, also after its arena let go of it */
 struct zcx_block;
 
 /* ---- exporter ---- */
@@ -28,11 +28,16 @@ struct zcx_block;
 int zcx_arena_new(struct zcx_arena **out, int ordinal, struct zcx_err *err);
 int zcx_arena_ordinal(const struct zcx_arena *a);
 struct zcx_arena *zcx_arena_ref(struct zcx_arena *a);
+/* The last one, of the caller or by the last block, gives everything back. What is pending then is waited for, as zcx_arena_take does; what
+ * the GPU does not let go of in that time is left to the end of the process. In a forked child: frees nothing. */
 void zcx_arena_unref(struct zcx_arena *a);
+/* How long zcx_arena_take may wait, 10 s unless told. */
+void zcx_arena_patience(struct zcx_arena *a, uint32_t ms);
 
 enum zcx_arena_use { ZCX_ARENA_READ, ZCX_ARENA_WRITE }; /* what workers may do with it */
 /* `nbytes` (more than 0) at an address aligned to 512. The contents are undefined. -ZCX_E_CUDA with cuda 2 (out of memory) when
- * the device has no room, also after what was put came free (waited for up to 10 s of this process's own work). */
+ * the device has no room, also after what was put came free (waited for up to 10 s of this process's own work; before CUDA 12.5 by
+ * cuCtxSynchronize, which knows no limit); the text has the numbers. -ZCX_E_RANGE: no bytes. */
 int zcx_arena_take(struct zcx_arena *a, uint64_t nbytes, enum zcx_arena_use use, struct zcx_block **out, struct zcx_err *err);
 /* Any thread, also one that captures or while another captures. In a forked child: frees nothing. */
 void zcx_block_put(struct zcx_block *b);
@@ -41,7 +46,8 @@ uint64_t zcx_block_bytes(const struct zcx_block *b);   /* as asked for */
 struct zcx_slab *zcx_block_slab(const struct zcx_block *b); /* borrowed */
 
 /* Give back what is complete: slabs without blocks. 1: something is still pending (call again later); 0: nothing is.
- * `all`: also shared slabs that are kept for the next block. *freed (may be NULL): bytes returned. */
+ * `all`: also the one shared slab of each use that is kept for the next block; and before CUDA 12.5, where nothing else tells, wait for
+ * all work of the context. *freed (may be NULL): bytes returned. */
 int zcx_arena_trim(struct zcx_arena *a, int all, uint64_t *freed);
 
 struct zcx_arena_usage { uint64_t taken /* in blocks that live */, pending /* put, GPU not done */, idle /* free in slabs */, slabs, mapped /* bytes in all slabs */; };
@@ -66,10 +72,10 @@ int zcx_slab_export(struct zcx_slab *s, uint32_t piece, int *fd, struct zcx_err 
 struct zcx_vmm; /* one slab mapped here */
 
 /* Reserve address space for `bytes` in `npieces` pieces. Nothing is mapped yet. -ZCX_E_PROTOCOL: sizes that cannot be (0, not multiples of the
- * granularity, above 2^46, more pieces than bytes / granularity). */
+ * granularity, above 2^46, more pieces than bytes / granularity). -ZCX_E_UNFIT: no virtual memory management here. */
 int zcx_vmm_new(struct zcx_vmm **out, int ordinal, uint64_t bytes, uint32_t npieces, int writable, struct zcx_err *err);
 /* The next piece. `fd` is borrowed, and not needed afterwards. -ZCX_E_PROTOCOL: one piece too many, or sizes that do not add up;
- * -ZCX_E_UNFIT with the driver's words: it does not import. */
+ * -ZCX_E_UNFIT with the driver's words: it does not import, and zcx_vmm_free is all that is left to do. */
 int zcx_vmm_add(struct zcx_vmm *v, int fd, uint64_t bytes, struct zcx_err *err);
 /* 1 when all pieces are there and the mapping may be used (access is set with the last one). */
 int zcx_vmm_complete(const struct zcx_vmm *v);

@@ -78,6 +78,7 @@
     X(MemGetAllocationGranularity, 10020, 0, (size_t *, const zcu_mem_props *, zcu_granularity))           \
     X(MemRetainAllocationHandle, 11000, 0, (zcu_mem *, void *))                                            \
     X(MemGetAllocationPropertiesFromHandle, 10020, 0, (zcu_mem_props *, zcu_mem))                          \
+    X(MemGetAddressRange, 3020, 0, (zcu_ptr *, size_t *, zcu_ptr))                                         \
     X(MemcpyHtoDAsync, 3020, 1, (zcu_ptr, const void *, size_t, zcu_stream))                               \
     X(MemcpyDtoHAsync, 3020, 1, (void *, zcu_ptr, size_t, zcu_stream))                                     \
     X(MemcpyDtoDAsync, 3020, 1, (zcu_ptr, zcu_ptr, size_t, zcu_stream))                                    \

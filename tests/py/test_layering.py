@@ -13,9 +13,10 @@ from conftest import ROOT, absent
 
 CSRC = ROOT / "csrc"
 # An object may include its own header and those of lower rank. xfer and module are several files of one rank each.
-RANK = {"err": 0, "cuda_abi": 0, "wire": 1, "shm": 1, "driver": 1, "window": 1, "codec": 2, "files": 2, "pool": 2, "gate": 2, "canary": 2, "sock": 3, "ring": 3,
+RANK = {"err": 0, "cuda_abi": 0, "wire": 1, "shm": 1, "driver": 1, "window": 1, "codec": 2, "files": 2, "pool": 2, "arena": 2,
+        "gate": 2, "canary": 2, "sock": 3, "ring": 3,
         "xfer": 4, "module": 5}
-CUDA = {"cuda_abi", "driver", "pool", "gate", "canary", "ring"}
+CUDA = {"cuda_abi", "driver", "pool", "arena", "gate", "canary", "ring"}
 TALK = {"wire", "codec", "sock"}
 
 
@@ -90,6 +91,8 @@ def test_csrc_keeps_the_rules() -> None:
     ("xfer.h", '#include "module.h"', "xfer.h includes module.h"),
     ("wire.h", '#include "sock.h"', "wire.h includes sock.h, which is not below it"),
     ("pool.h", '#include "wire.h"', "pool.h knows ['wire']"),
+    ("arena.h", '#include "codec.h"', "arena.h knows ['codec', 'wire']"),
+    ("arena.c", '#include "pool.h"', "arena.c includes pool.h, which is not below it"),
     ("canary.h", '#include "wire.h"', "canary.h knows ['wire']"),
     ("ring.h", '#include "sock.h"', "ring.h includes sock.h, which is not below it"),
     ("ring.c", '#include "wire.h"', "ring.c knows ['wire']"),
