@@ -40,8 +40,8 @@ def directive(path: pathlib.Path, key: str) -> list[str]:
 
 
 def program(path: pathlib.Path, sanitize: str = "address", extra: tuple[str, ...] = ()) -> pathlib.Path:
-    """Build one tests/c/*.c with the sources that it names; the path of the executable."""
-    sources = [path] + [ROOT / s for s in directive(path, "sources")]
+    """Build one tests/c/*.c with the sources that it names (or that match its patterns); the path of the executable."""
+    sources = [path] + [p for s in directive(path, "sources") for p in sorted(ROOT.glob(s))]
     headers = [*(ROOT / "csrc").glob("*.h"), *path.parent.glob("*.h")]
     return _compile(path.stem, sources, [*WARN, *SANITIZE[sanitize], "-Icsrc", "-Itests/c", *extra], headers)
 

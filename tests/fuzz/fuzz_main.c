@@ -6,6 +6,7 @@
  * Each input lies in memory of just its size, so that ASan sees a read too far. When the target dies the input is printed as
  * hex digits. Mutants that the target accepts are mutated further: no other feedback, that is libFuzzer's job. */
 #include <dirent.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <time.h>
 
@@ -26,6 +27,11 @@ static void say_input(void) {
     fprintf(stderr, "input:");
     for (size_t i = 0; i < now.size; i++) fprintf(stderr, " %02x", now.bytes[i]);
     fputc('\n', stderr);
+}
+
+static void on_abort(int number) { /* HOLDS: the default action follows */
+    (void)number;
+    say_input();
 }
 
 /* Takes the bytes. Kept inputs come back when others are made from them. */
@@ -135,6 +141,7 @@ static void one_mutant(void) {
 
 int main(int argc, char **argv) {
     unsigned long long runs = 0, seconds = 0, seed = 1, done = 0, accepted = 0;
+    signal(SIGABRT, on_abort);
     if (__sanitizer_set_death_callback) __sanitizer_set_death_callback(say_input);
     for (int i = 1; i < argc; i++)
         if (sscanf(argv[i], "-runs=%llu", &runs) != 1 && sscanf(argv[i], "-seconds=%llu", &seconds) != 1 &&

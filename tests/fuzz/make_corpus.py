@@ -152,10 +152,111 @@ CODEC: dict[str, bytes] = {
     "bad-ndim": view(1, 0, 1, "int8", (1,) * 65, (1,) * 65),
 }
 
+# ---- session: the steps of fuzz_session.c ----
+
+PARENT, WORKER = b"\0", b"\1"
+THIS, NEXT, PREVIOUS, NONE = 0, 1, 2, 3  # which call a message says it belongs to
+HELLO, GATE, SEGMENT, CALL, ALLOC, ALLOCATED, RESULT, ERROR, RELEASE, PROGRESS = 1, 2, 6, 8, 9, 10, 12, 13, 15, 16
+SEALED, WRITE_SEALED, READ_ONLY = 1, 2, 4
+
+
+def words(s: str) -> bytes:
+    raw = s.encode()
+    return bytes([len(raw)]) + raw
+
+
+def message(op: int, kind: int, body: bytes = b"", seq: int = THIS, ident: int = 0, fds: int = 0, fd_kind: int = 0, damage: int = 0,
+            more: bytes = b"") -> bytes:
+    return bytes([op, kind, seq, ident, fds | fd_kind << 3]) + body + bytes([damage]) + more
+
+
+def says(kind: int, body: bytes = b"", **fields: int) -> bytes:
+    """A message of the worker's, and the parent reads what is there."""
+    return message(26, kind, body, **fields) + b"\x02"
+
+
+def tells(kind: int, body: bytes = b"", **fields: int) -> bytes:
+    """A message of the parent's."""
+    return message(12, kind, body, **fields)
+
+
+def nothing(n: int = 0) -> bytes:
+    return bytes([n])
+
+
+GREETED = PARENT + says(HELLO, b"\1\1" + words("1") + words("3"), seq=NONE) + says(5, nothing(), seq=NONE)
+BEGUN = b"\5\xdf"                                          # results of up to some hundred KiB
+COPIES = b"\6\3\x40\x82\0"                                 # three sources: 64 bytes, three pages, none; ids 1 to 3
+SENT = b"\x08" + words("tree")
+HOST = bytes([0, 2, 3, 16, 16, 0])                          # shape (16, 16), 4 bytes each, and the true product
+END = b"\x0b\x12"
+
+
+def result(*kept: int) -> bytes:
+    return bytes([len(kept), 0, *kept]) + words("done")
+
+
+def failure(code: int, *kept: int) -> bytes:
+    return bytes([len(kept), code, *kept]) + words("no")
+
+
+CALLED = GREETED + BEGUN + COPIES + SENT
+ALLOCS = says(ALLOC, HOST, ident=1) + says(ALLOC, HOST, ident=2)
+INTRODUCED = (WORKER + tells(HELLO, b"\1\1" + words("1") + words("3"), seq=NONE) + tells(GATE, nothing(), fds=1, fd_kind=SEALED)
+              + tells(SEGMENT, b"\2\x82", ident=0, fds=1, fd_kind=SEALED) + tells(SEGMENT, b"\1\x83", ident=1, fds=1, fd_kind=WRITE_SEALED)
+              + tells(SEGMENT, b"\3\x80", ident=2, fds=1, fd_kind=READ_ONLY) + b"\0\x09")
+
+
+def lent(ident: int, segment: int, offset: int, nbytes: int, flags: int = 0) -> bytes:
+    return bytes([flags, ident, segment, offset, nbytes])
+
+
+INPUTS = b"\0\2" + lent(1, 1, 64, 0x81) + lent(2, 2, 0, 100)
+RUNNING = INTRODUCED + tells(CALL, INPUTS) + b"\0"
+MADE = tells(ALLOCATED, b"\0" + lent(3, 0, 0, 0x80, flags=1), ident=1) + b"\2\x40"
+
+SESSION: dict[str, bytes] = {
+    "ok-call": CALLED + says(RESULT, result()) + END,
+    "ok-results": CALLED + ALLOCS + says(PROGRESS, b"\1\2" + words("half")) + says(RESULT, result()) + b"\x0a\0\4\x0a\1\5" + END + b"\x10",
+    "ok-kept": CALLED + ALLOCS + says(RESULT, result(1, 4)) + b"\x0a\0\4" + END + says(RELEASE, b"\2\1\4") + BEGUN + b"\7\0\0\x40" + SENT
+    + says(RESULT, result()) + END,
+    "ok-error": CALLED + says(ERROR, failure(1)) + END,
+    "ok-two-calls": CALLED + says(RESULT, result()) + END + BEGUN + b"\7\xc8\x40\x40" + SENT + says(RESULT, result()) + END,
+    "ok-lent-again": CALLED + ALLOCS + says(RESULT, result()) + b"\x0a\0\4" + END + b"\x19\5" + GREETED[1:] + BEGUN + b"\7\0\0\x40" + SENT
+    + says(RESULT, result(1)) + END + b"\x10",
+    "ok-given-up": CALLED + says(RESULT, result()) + END + BEGUN + COPIES + END + BEGUN + COPIES + SENT + b"\x0d\2" + END,
+    "ok-refused-device": CALLED + says(ALLOC, b"\1" + HOST[1:], ident=7) + b"\x0f\1" + says(RESULT, result()) + END,
+    "ok-dies": CALLED + says(RESULT, result(2)) + END + BEGUN + COPIES + SENT + b"\x19\0" + b"\2" + END + b"\x19\4",
+    "bad-nothing": b"",
+    "bad-result-twice": CALLED + says(RESULT, result()) + says(RESULT, result()),
+    "bad-replayed": CALLED + says(RESULT, result()) + END + b"\x18\2\2",
+    "bad-release-of-lent": CALLED + says(RESULT, result(1)) + END + BEGUN + COPIES + SENT + says(RELEASE, b"\1\4"),
+    "bad-keeps-another": CALLED + says(RESULT, result()) + END + BEGUN + COPIES + SENT + says(RESULT, result(1)),
+    "bad-descriptors": CALLED + says(RESULT, result(), fds=2) + END,
+    "bad-alloc-overflow": CALLED + says(ALLOC, bytes([0, 2, 0, 228, 228, 0]), ident=1) + says(RESULT, result()),
+    "bad-alloc-idle": GREETED + says(ALLOC, HOST, ident=1),
+    "bad-truncated": CALLED + says(RESULT, result(), damage=0x12),
+    "bad-flood": CALLED + message(26, ALLOC, HOST, ident=1) + b"\x18\xff\4" + says(RESULT, result(), seq=PREVIOUS),
+    "ok-worker": RUNNING + MADE + b"\6\0\6\2\5\0\7\1\3\0" + words("done") + b"\0\0",
+    "ok-worker-keeps": RUNNING + MADE + b"\3\0" + words("kept") + b"\0" + b"\5\0\5\0" + b"\0",
+    "ok-worker-refused": RUNNING + b"\2\x20\3\1" + words("no") + b"\0",
+    "bad-worker-call-twice": RUNNING + b"\3\0" + words("") + b"\0" + tells(CALL, INPUTS, seq=PREVIOUS) + b"\0\0",
+    "bad-worker-outside": INTRODUCED + tells(CALL, b"\0\1" + lent(1, 1, 0xff, 0xff)) + b"\0" + b"\3\1" + words(""),
+    "bad-worker-unsealed": WORKER + tells(SEGMENT, b"\1\x83", ident=1, fds=1) + b"\0",
+    "bad-worker-no-page": WORKER + tells(GATE, nothing(1), fds=1, fd_kind=SEALED) + b"\0",
+}
+
+DEVICE: dict[str, bytes] = {  # needs the simulated driver
+    "ok-device": GREETED + b"\x14" + says(4, b"\0\0" + words(""), seq=NONE) + BEGUN + b"\x15\0\x80" + SENT + b"\x13"
+    + says(RESULT, result()) + b"\x17\0\2" + END,
+}
+
 
 def corpus() -> dict[pathlib.Path, bytes]:
     """Path below the corpus folder: bytes."""
-    return {pathlib.Path(target, name): data for target, files in (("wire", WIRE), ("codec", CODEC)) for name, data in files.items()}
+    return {pathlib.Path(target, name): data for target, files in (("wire", WIRE), ("codec", CODEC), ("session", SESSION),
+                                                              ("device", DEVICE))
+            for name, data in files.items()}
 
 
 def main() -> None:

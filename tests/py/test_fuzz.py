@@ -1,7 +1,5 @@
-"""Run the fuzz targets briefly: the committed corpus, then a few seconds of mutations.
-
-A longer run: python3 -c 'import cbuild; print(cbuild.program(cbuild.ROOT / "tests/fuzz/fuzz_wire.c"))' from tests/ prints the
-program; give it -seconds=N, -seed=N and the corpus folder."""
+"""Run the fuzz targets briefly: the committed corpus, then a few seconds of mutations. The session's once more with the simulated
+driver, where it lends device memory too. For longer runs see tests/fuzz/README.md."""
 import importlib.util
 import os
 import pathlib
@@ -16,6 +14,22 @@ FOLDER = cbuild.ROOT / "tests" / "fuzz"
 CORPUS = FOLDER / "corpus"
 TARGETS = sorted(FOLDER.glob("fuzz_*.c"))
 TARGETS.remove(FOLDER / "fuzz_main.c")
+# Each target with its folders of the corpus; "device" is the session's with a driver.
+RUNS = {target.stem.removeprefix("fuzz_"): (target, [target.stem.removeprefix("fuzz_")]) for target in TARGETS}
+RUNS["device"] = (FOLDER / "fuzz_session.c", ["session", "device"])
+# Mutants that a few seconds are good for, everywhere, and how many of those must be good inputs. A session makes files and maps them.
+FEWEST = {"session": (300, 30), "device": (200, 20)}
+
+
+@pytest.fixture(params=RUNS)
+def fuzzer(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, pathlib.Path, list[pathlib.Path]]:
+    """Name, target and folders of a run, its environment in place."""
+    target, folders = RUNS[request.param]
+    monkeypatch.delenv("ZCX_LIBCUDA", raising=False)
+    if request.param == "device":
+        monkeypatch.setenv("ZCX_LIBCUDA", str(cbuild.simcuda()))
+        monkeypatch.setenv("SIMCUDA_DIR", str(tmp_path))
+    return request.param, target, [CORPUS / folder for folder in folders]
 
 
 def run(target: pathlib.Path, *arguments: object) -> str:
@@ -34,19 +48,20 @@ def test_corpus_is_what_the_script_writes() -> None:
     assert files == module.corpus()
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda p: p.stem)
-def test_corpus_is_judged_rightly(target: pathlib.Path) -> None:
+def test_corpus_is_judged_rightly(fuzzer: tuple[str, pathlib.Path, list[pathlib.Path]]) -> None:
     """The corpus is encoded by other code than ours: what it calls good must be accepted, what it calls bad refused."""
-    folder = CORPUS / target.stem.removeprefix("fuzz_")
-    verdicts = {pathlib.Path(path).name: verdict for verdict, path in re.findall(r"^(accepted|refused) (.+)$", run(target, folder), re.M)}
-    assert verdicts == {p.name: "accepted" if p.name.startswith("ok-") else "refused" for p in folder.iterdir()}
+    _, target, folders = fuzzer
+    verdicts = {pathlib.Path(path).name: verdict for verdict, path in re.findall(r"^(accepted|refused) (.+)$", run(target, *folders), re.M)}
+    files = [p for folder in folders for p in folder.iterdir()]
+    assert verdicts == {p.name: "accepted" if p.name.startswith("ok-") else "refused" for p in files}
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda p: p.stem)
-def test_mutants(target: pathlib.Path) -> None:
-    out = run(target, "-seconds=3", "-seed=1", CORPUS / target.stem.removeprefix("fuzz_"))
+def test_mutants(fuzzer: tuple[str, pathlib.Path, list[pathlib.Path]]) -> None:
+    name, target, folders = fuzzer
+    out = run(target, "-seconds=3", "-seed=1", *folders)
     mutants, accepted = map(int, re.search(r"(\d+) mutants, (\d+) accepted", out).groups())
-    assert mutants > 10_000 and accepted > 100, out
+    fewest, fewest_accepted = FEWEST.get(name, (10_000, 100))
+    assert mutants > fewest and accepted > fewest_accepted, out
 
 
 def test_a_fault_is_seen(tmp_path: pathlib.Path) -> None:
