@@ -7,7 +7,7 @@
  * counter as soon as it is posted (the product reads counters with plain loads that no driver sees). So order between CPUs
  * is never questioned, only work of a GPU that no CPU can know to be done. A process with SIMCUDA_BLIND=1 is the exception: its
  * host knows what it asked for itself, and what its own streams posted. Copies and memsets are seen; a test that stands in for
- * a kernel uses them. A dead process's accesses are over. */
+ * a kernel uses them. A dead process's accesses are over when no child of it has the driver's descriptors. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,13 +20,14 @@ int hb_slot_take(void) {
     for (int i = 0; i < SIM_SLOTS && found < 0; i++)
         if (!session->clocks[i].taken) found = i;
     for (int i = 0; i < SIM_SLOTS && found < 0; i++)
-        if (sim_dead(session->clocks[i].owner)) {
+        if (sim_gone(session->clocks[i].owner)) {
             found = i;
             session->clocks[i].floor = session->clocks[i].tick;
         }
     if (found >= 0) {
         session->clocks[found].taken = true;
         session->clocks[found].owner = sim_self();
+        session->work[found].count = 0;
     }
     sim_session_unlock();
     return found;
@@ -73,6 +74,7 @@ void hb_begin(struct stream *s, struct op *op) {
     if (s->slot < 0) return;
     sim_session_lock();
     s->clock.at[s->slot] = ++session->clocks[s->slot].tick;
+    session->work[s->slot].clock = s->clock;
     sim_session_unlock();
 }
 
@@ -113,7 +115,7 @@ void hb_awaited(struct stream *s, zcu_ptr address, uint64_t value) {
 
 /* ---- allocations ---- */
 
-static const char *const kind_names[] = {"read", "write", "un-import", "allocation", "free"};
+static const char *const kind_names[] = {"read", "write", "un-import", "unmapping", "allocation", "free"};
 
 static void report(const struct shadow *w, enum access_kind kind, uint64_t offset, uint64_t n, const char *why,
                    const char *what) {
@@ -146,7 +148,7 @@ static struct shadow *shadow_at(uint64_t pool, uint64_t offset) {
 
 static bool ordered(const struct stream *s, const struct shadow_access *a) {
     if (a->tick <= s->clock.at[a->slot] || a->tick <= session->clocks[a->slot].floor) return true;
-    return session->clocks[a->slot].owner.pid != sim_self().pid && sim_dead(session->clocks[a->slot].owner);
+    return sim_gone(session->clocks[a->slot].owner);
 }
 
 static bool conflict(const struct shadow_access *a, const struct shadow_access *b) {
@@ -184,14 +186,27 @@ static void touch(const struct stream *s, struct shadow *w, uint64_t offset, uin
     remember(w, &b);
 }
 
+static void access_to(const struct stream *s, uint64_t pool, uint64_t where, uint64_t n, bool write) {
+    sim_session_lock();
+    struct shadow *w = shadow_at(pool, where);
+    if (w) touch(s, w, where, n, write ? ACCESS_WRITE : ACCESS_READ);
+    sim_session_unlock();
+}
+
 void hb_access(const struct stream *s, zcu_ptr p, uint64_t n, bool write) {
     const struct pool *pool = sim_pool_of(p);
-    if (!pool || s->slot < 0) return;
-    uint64_t offset = p - (zcu_ptr)pool->base;
-    sim_session_lock();
-    struct shadow *w = shadow_at(pool->id, offset);
-    if (w) touch(s, w, offset, n, write ? ACCESS_WRITE : ACCESS_READ);
-    sim_session_unlock();
+    if (s->slot < 0) return;
+    if (pool) access_to(s, pool->id, p - (zcu_ptr)pool->base, n, write);
+    for (struct mapping *m; !pool && n && (m = sim_vmm_mapping(p));) { /* the physical bytes, wherever else they are mapped */
+        uint64_t where = p - m->base, here = m->size - where < n ? m->size - where : n;
+        access_to(s, m->block->id, where, here, write);
+        p += here;
+        n -= here;
+    }
+}
+
+void hb_landed(const struct stream *s, uint64_t pool, uint64_t where, uint64_t n, bool write) {
+    access_to(s, pool, where, n, write);
 }
 
 /* Drop what is known of the allocations in a range: of all, or of those that are free again. */
@@ -203,22 +218,26 @@ static void forget(uint64_t pool, uint64_t offset, uint64_t n, bool all) {
     while (session->shadows_used && !session->shadows[session->shadows_used - 1].pool) session->shadows_used--;
 }
 
-void hb_create(const struct stream *s, const struct op *op) {
-    if (s->slot < 0) return;
-    sim_session_lock();
-    forget(op->pool->id, op->dst, op->n, false);
+static struct shadow *shadow_new(uint64_t pool, uint64_t offset, uint64_t n, uint64_t id) {
     struct shadow *w = NULL;
     for (uint32_t i = 0; i < session->shadows_used && !w; i++)
         if (!session->shadows[i].pool) w = &session->shadows[i];
     if (!w && session->shadows_used < SESSION_SHADOWS) w = &session->shadows[session->shadows_used++];
-    if (w) {
-        memset(w, 0, sizeof *w);
-        w->pool = op->pool->id;
-        w->offset = op->dst;
-        w->n = op->n;
-        w->id = op->value;
-        w->access[w->count++] = (struct shadow_access){op->dst, op->n, (uint32_t)s->slot, NOT_YET, ACCESS_CREATE};
-    }
+    if (!w) return NULL;
+    memset(w, 0, sizeof *w);
+    w->pool = pool;
+    w->offset = offset;
+    w->n = n;
+    w->id = id;
+    return w;
+}
+
+void hb_create(const struct stream *s, const struct op *op) {
+    if (s->slot < 0) return;
+    sim_session_lock();
+    forget(op->pool->id, op->dst, op->n, false);
+    struct shadow *w = shadow_new(op->pool->id, op->dst, op->n, op->value);
+    if (w) w->access[w->count++] = (struct shadow_access){op->dst, op->n, (uint32_t)s->slot, NOT_YET, ACCESS_CREATE};
     sim_session_unlock();
 }
 
@@ -238,7 +257,7 @@ void hb_freed(const struct stream *s, const struct op *op) {
         touch(s, w, op->dst, op->n, ACCESS_FREE);
         w->freed = true;
         for (int i = 0; i < SESSION_SHADOW_IMPORTERS; i++)
-            if (w->importers[i].count && !sim_dead(w->importers[i].process))
+            if (w->importers[i].count && !sim_gone(w->importers[i].process))
                 report(w, ACCESS_FREE, op->dst, op->n, "while another process has it imported", "");
     }
     sim_session_unlock();
@@ -249,7 +268,7 @@ void hb_imported(const struct pool *p, uint64_t serial) {
     struct shadow *w = shadow_of(p->id, serial);
     for (int i = 0; w && i < SESSION_SHADOW_IMPORTERS; i++) {
         bool mine = w->importers[i].process.pid == sim_self().pid;
-        if (!mine && w->importers[i].count && !sim_dead(w->importers[i].process)) continue;
+        if (!mine && w->importers[i].count && !sim_gone(w->importers[i].process)) continue;
         if (!mine) w->importers[i].count = 0;
         w->importers[i].process = sim_self();
         w->importers[i].count++;
@@ -270,6 +289,54 @@ void hb_unimported(const struct stream *s, const struct op *op) {
 void hb_pool_gone(const struct pool *p) {
     sim_session_lock();
     forget(p->id, 0, p->chunks * SIM_CHUNK, true);
+    sim_session_unlock();
+}
+
+void hb_forget(uint64_t pool) { forget(pool, 0, UINT64_MAX, true); }
+
+/* ---- blocks ---- */
+
+void hb_block_new(const struct block *b) {
+    sim_session_lock();
+    shadow_new(b->id, 0, b->size, 0);
+    sim_session_unlock();
+}
+
+static bool overlaps(zcu_ptr a, uint64_t n, zcu_ptr b, uint64_t m) { return a < b + m && b < a + n; }
+
+static bool queued(zcu_ptr p, uint64_t n) {
+    for (const struct stream *s = sim.streams; s; s = s->next)
+        for (const struct op *op = s->head; op; op = op->next) {
+            if (op->kind != OP_COPY && op->kind != OP_SET) continue;
+            if (!op->dst_host && overlaps(op->dst, op->n, p, n)) return true;
+            if (op->kind == OP_COPY && !op->src_host && overlaps(op->src, op->n, p, n)) return true;
+        }
+    return false;
+}
+
+/* What a stream of this process did there, as far as no host knows that it is over. NULL: nothing. With a second mapping of
+ * the same bytes here it cannot be told by which of them. */
+static const struct shadow_access *unfinished(const struct shadow *w, const struct mapping *m) {
+    for (uint32_t i = 0; w && m->block->maps == 1 && i < w->count; i++) {
+        const struct shadow_access *a = &w->access[i];
+        bool mine = session->clocks[a->slot].owner.pid == sim_self().pid;
+        bool known = a->tick <= session->host.at[a->slot] || a->tick <= session->clocks[a->slot].floor;
+        if (mine && !known && a->kind <= ACCESS_WRITE && a->offset < m->size) return a;
+    }
+    return NULL;
+}
+
+void hb_unmapping(zcu_ptr p, uint64_t n) {
+    bool waiting = queued(p, n);
+    sim_session_lock();
+    for (const struct mapping *m = sim.mappings; m; m = m->next) {
+        if (!overlaps(m->base, m->size, p, n)) continue;
+        const struct shadow *w = shadow_of(m->block->id, 0);
+        const struct shadow_access *a = unfinished(w, m);
+        if (w && waiting) report(w, ACCESS_UNMAP, 0, m->size, "while work is queued that touches it", "");
+        else if (a) report(w, ACCESS_UNMAP, 0, m->size, "before any host knows the end of a ", kind_names[a->kind]);
+        waiting = false;
+    }
     sim_session_unlock();
 }
 

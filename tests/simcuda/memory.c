@@ -218,6 +218,8 @@ zcu_result sim_reach(zcu_ptr p, uint64_t n, int device) {
     struct linear *l = linear_at(p);
     if (l) return n <= l->size - (p - (zcu_ptr)l->base) ? ZCU_SUCCESS : ZCU_ERROR_INVALID_VALUE;
     struct pool *pool = sim_pool_of(p);
+    if (sim_vmm_reserved(p)) /* whether it may be written is seen by the device, at execution */
+        return sim_vmm_access(p, n, device, ZCU_MEM_ACCESS_FLAGS_PROT_READ) ? ZCU_SUCCESS : ZCU_ERROR_INVALID_VALUE;
     if (!pool || pool->access[device] != ZCU_MEM_ACCESS_FLAGS_PROT_READWRITE) return ZCU_ERROR_INVALID_VALUE;
     uint64_t offset = p - (zcu_ptr)pool->base;
     if (n > pool->chunks * SIM_CHUNK - offset) return ZCU_ERROR_INVALID_VALUE;
@@ -227,18 +229,21 @@ zcu_result sim_reach(zcu_ptr p, uint64_t n, int device) {
     return ZCU_ERROR_ILLEGAL_ADDRESS;
 }
 
-bool sim_mapped(zcu_ptr p, uint64_t n) {
+bool sim_mapped(zcu_ptr p, uint64_t n, int device, bool write) {
     if (linear_at(p)) return true;
+    if (sim_vmm_reserved(p))
+        return sim_vmm_access(p, n, device, write ? ZCU_MEM_ACCESS_FLAGS_PROT_READWRITE : ZCU_MEM_ACCESS_FLAGS_PROT_READ);
     struct pool *pool = sim_pool_of(p);
     return pool && sim_pool_backed(pool, p - (zcu_ptr)pool->base, n);
 }
 
-struct what { zcu_ptr base; uint64_t size, id; struct pool *pool; int device; int type; bool legacy; };
+struct what { zcu_ptr base; uint64_t size, id; struct pool *pool; int device, type, handle_types; bool legacy; };
 
 static bool identify(zcu_ptr p, struct what *w) {
     struct pool *pool = sim_pool_of(p);
     struct linear *l = linear_at(p);
     struct hostreg *h = sim_registered((void *)p, 1);
+    struct mapping *m = sim_vmm_mapping(p);
     memset(w, 0, sizeof *w);
     if (pool) {
         struct segment *s = pool->imported ? NULL : sim_pool_segment(pool, p);
@@ -251,9 +256,12 @@ static bool identify(zcu_ptr p, struct what *w) {
     if (l)
         *w = (struct what){.base = (zcu_ptr)l->base, .size = l->size, .id = l->id, .device = l->device,
                            .type = l->host ? ZCU_MEMORYTYPE_HOST : ZCU_MEMORYTYPE_DEVICE, .legacy = !l->host && !l->opened};
+    else if (m)
+        *w = (struct what){.base = m->base, .size = m->size, .id = m->id, .device = m->block->device,
+                           .type = ZCU_MEMORYTYPE_DEVICE, .handle_types = m->block->handle_types};
     else if (h)
         *w = (struct what){.base = (zcu_ptr)h->base, .size = h->size, .device = sim.map[0], .type = ZCU_MEMORYTYPE_HOST};
-    return l || h;
+    return l || m || h;
 }
 
 static bool attribute(int number, void *out, zcu_ptr p, const struct what *w, bool known) {
@@ -270,7 +278,7 @@ static bool attribute(int number, void *out, zcu_ptr p, const struct what *w, bo
     case ZCU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(int *)out = known && w->legacy; break;
     case ZCU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(zcu_ptr *)out = known ? w->base : 0; break;
     case ZCU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)out = known ? w->size : 0; break;
-    case ZCU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: *(unsigned *)out = 0; break;
+    case ZCU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: *(unsigned *)out = known ? (unsigned)w->handle_types : 0; break;
     case ZCU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: *(void **)out = known ? w->pool : NULL; break;
     default: return false;
     }

@@ -87,6 +87,13 @@ static void drop_chunk(struct pool *p, uint64_t chunk) {
 static uint64_t first_chunk(uint64_t offset) { return offset / SIM_CHUNK; }
 static uint64_t last_chunk(uint64_t offset, uint64_t n) { return (offset + n - 1) / SIM_CHUNK; }
 
+uint64_t sim_pool_place(const struct pool *p, uint64_t offset, uint64_t *n) {
+    uint64_t from = first_chunk(offset), to = from;
+    while (to < last_chunk(offset, *n) && p->backing[to + 1] == p->backing[to] + 1) to++;
+    if (*n > (to + 1) * SIM_CHUNK - offset) *n = (to + 1) * SIM_CHUNK - offset;
+    return CONTROL_BYTES + (uint64_t)p->backing[from] * SIM_CHUNK + offset % SIM_CHUNK;
+}
+
 bool sim_pool_backed(struct pool *p, uint64_t offset, uint64_t n) {
     for (uint64_t c = first_chunk(offset); c <= last_chunk(offset, n); c++)
         if (c >= p->chunks || p->backing[c] < 0) return false;
@@ -315,7 +322,7 @@ void sim_pools_release(void) {
  * of the pool while a process has it imported. */
 static void finish(struct pool *p) {
     if (!p->destroyed || p->live) return;
-    if (p->imported) sim_charge_import(p->id, p->device, -1);
+    if (p->imported) sim_charge_import(p->id, p->device, -1, 0);
     else {
         uint64_t retained = 0;
         hb_pool_gone(p);
@@ -659,6 +666,7 @@ CALL(MemPoolExportToShareableHandle, 11020, void *out, zcu_pool pool, int type, 
     int fd = fcntl(p->fd, F_DUPFD_CLOEXEC, 0);
     if (fd < 0) return ZCU_ERROR_UNKNOWN;
     p->handle_exported = true;
+    sim_charge_exported(p->id, fd);
     *(int *)out = fd;
     return ZCU_SUCCESS;
 }
@@ -680,7 +688,7 @@ CALL(MemPoolImportFromShareableHandle, 11020, zcu_pool *out, void *handle, int t
     }
     p->id = head.id;
     if (p->device >= 0 && sim_ordinal(p->device) < 0) p->access[p->device] = 0;
-    sim_charge_import(p->id, p->device, 1);
+    sim_charge_import(p->id, p->device, 1, 0);
     *out = (zcu_pool)(void *)p;
     return ZCU_SUCCESS;
 }
@@ -814,7 +822,7 @@ long simcuda_count(const char *what) {
         for (struct pool *p = sim.pools; p; p = p->next) n += p->imported ? (long)p->live : 0;
     } else if (!strcmp(what, "allocations")) {
         for (struct pool *p = sim.pools; p; p = p->next) n += p->imported ? 0 : (long)p->live;
-    } else n = -1;
+    } else n = sim_vmm_count(what);
     pthread_mutex_unlock(&sim.lock);
     return n;
 }

@@ -3,6 +3,7 @@
  * The file lies in $SIMCUDA_DIR, which the test made and deletes, so that nothing is left behind by a kill. Without it the
  * session is private to the process: pools and registered memory still cross (they travel as descriptors), charges and
  * interprocess events do not. */
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -11,12 +12,16 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "session.h"
 
+#define LOCKS_AT (1ll << 40) /* beyond the end of the session file: one byte for each process */
+
 struct session *session;
 static bool shared;
+static int lock_fd = -1;
 
 static bool read_stat(int pid, uint64_t *start, char *state) {
     char path[64], text[1024];
@@ -54,6 +59,21 @@ bool sim_dead(struct process_id p) {
     return start != p.start || state == 'Z' || state == 'X'; /* a card gives memory back at exit, not at the reaping */
 }
 
+static bool same(struct process_id a, struct process_id b) { return a.pid == b.pid && a.start == b.start; }
+
+static struct flock lock_of(const struct process_charge *c) {
+    return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = LOCKS_AT + (c - session->processes), .l_len = 1};
+}
+
+bool sim_gone(struct process_id p) {
+    if (same(p, sim_self()) || !sim_dead(p)) return false;
+    for (int i = 0; lock_fd >= 0 && i < SESSION_PROCESSES; i++) {
+        struct flock l = lock_of(&session->processes[i]);
+        if (same(session->processes[i].owner, p)) return fcntl(lock_fd, F_OFD_GETLK, &l) || l.l_type == F_UNLCK;
+    }
+    return true;
+}
+
 void sim_robust_init(pthread_mutex_t *m) {
     pthread_mutexattr_t a;
     pthread_mutexattr_init(&a);
@@ -72,11 +92,34 @@ void sim_session_lock(void) { sim_robust_lock(&session->lock); }
 void sim_session_unlock(void) { pthread_mutex_unlock(&session->lock); }
 bool sim_session_shared(void) { return shared; }
 
+/* This process's line, made at need. */
+static struct process_charge *own_charge(void) {
+    struct process_charge *empty = NULL;
+    for (int i = 0; i < SESSION_PROCESSES; i++) {
+        struct process_charge *c = &session->processes[i];
+        if (same(c->owner, sim_self())) return c;
+        if (!empty && (!c->owner.pid || sim_gone(c->owner))) empty = c;
+    }
+    if (empty) *empty = (struct process_charge){.owner = sim_self()};
+    return empty;
+}
+
+/* What stands for the driver's descriptors: inherited over fork, closed by exec and at the end of the last who has it. */
+static int take_lock(const char *path) {
+    sim_session_lock();
+    struct process_charge *c = own_charge();
+    lock_fd = open(path, O_RDWR | O_CLOEXEC);
+    struct flock l = lock_of(c ? c : session->processes);
+    int r = !c || lock_fd < 0 || fcntl(lock_fd, F_OFD_SETLK, &l) ? -1 : 0;
+    sim_session_unlock();
+    return r;
+}
+
 int sim_session_open(void) {
     const char *folder = getenv("SIMCUDA_DIR"), *name = getenv("SIMCUDA_SESSION");
+    char path[4096];
     int fd = -1;
     if (folder && *folder) {
-        char path[4096];
         snprintf(path, sizeof path, "%s/session%s%s", folder, name ? "-" : "", name ? name : "");
         fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
         if (fd < 0) {
@@ -104,13 +147,10 @@ int sim_session_open(void) {
         flock(fd, LOCK_UN); /* closing is not enough: the mapping keeps the open file, and with it the lock */
         close(fd);
     }
-    return 0;
+    return shared ? take_lock(path) : 0;
 }
 
 /* ---- charges ---- */
-
-static bool same(struct process_id a, struct process_id b) { return a.pid == b.pid && a.start == b.start; }
-static bool gone(struct process_id p) { return !same(p, sim_self()) && sim_dead(p); }
 
 static bool imported(struct pool_charge *c) {
     for (int i = 0; i < SESSION_IMPORTERS; i++)
@@ -118,25 +158,53 @@ static bool imported(struct pool_charge *c) {
     return false;
 }
 
-/* Memory of those who died comes back; an exported pool's only when its importers are gone too. */
-static void purge(void) {
-    for (int i = 0; i < SESSION_PROCESSES; i++) {
-        struct process_charge *c = &session->processes[i];
-        if (c->owner.pid && gone(c->owner)) memset(c, 0, sizeof *c);
+static bool is_file(int folder, const char *name, const struct pool_charge *c) {
+    char link[64];
+    struct stat st;
+    ssize_t n = readlinkat(folder, name, link, sizeof link);
+    if (n < 15 || memcmp(link, "/memfd:simcuda-", 15)) return false;
+    return !fstatat(folder, name, &st, 0) && st.st_dev == c->dev && st.st_ino == c->ino;
+}
+
+/* Has any process a descriptor of it, whether it uses this driver or not? One that is on its way in a socket is not seen. */
+static bool open_somewhere(const struct pool_charge *c) {
+    DIR *all = c->ino ? opendir("/proc") : NULL;
+    bool found = false;
+    for (struct dirent *p; all && !found && (p = readdir(all));) {
+        char path[300];
+        if (p->d_name[0] < '0' || p->d_name[0] > '9') continue;
+        snprintf(path, sizeof path, "/proc/%s/fd", p->d_name);
+        DIR *fds = opendir(path);
+        for (struct dirent *f; fds && !found && (f = readdir(fds));) found = is_file(dirfd(fds), f->d_name, c);
+        if (fds) closedir(fds);
     }
-    for (int i = 0; i < SESSION_POOLS; i++) {
+    if (all) closedir(all);
+    return found;
+}
+
+/* Memory of those who are gone comes back; an exported pool's or block's only when its importers are gone too, and every
+ * descriptor of it is closed. */
+static void purge(void) {
+    for (int i = 0; i < session->pools_used; i++) {
         struct pool_charge *c = &session->pools[i];
         if (!c->id) continue;
         for (int k = 0; k < SESSION_IMPORTERS; k++)
-            if (c->importers[k].pid && gone(c->importers[k])) c->importers[k].pid = 0;
-        if (!imported(c) && (c->destroyed || gone(c->owner))) memset(c, 0, sizeof *c);
+            if (c->importers[k].pid && sim_gone(c->importers[k])) c->importers[k].pid = 0;
+        if (imported(c) || (!c->destroyed && !sim_gone(c->owner)) || open_somewhere(c)) continue;
+        hb_forget(c->id);
+        memset(c, 0, sizeof *c);
+    }
+    while (session->pools_used && !session->pools[session->pools_used - 1].id) session->pools_used--;
+    for (int i = 0; i < SESSION_PROCESSES; i++) { /* last: what they held is found by them */
+        struct process_charge *c = &session->processes[i];
+        if (c->owner.pid && sim_gone(c->owner)) memset(c, 0, sizeof *c);
     }
 }
 
 static uint64_t charged(int device) {
     uint64_t sum = 0;
     for (int i = 0; i < SESSION_PROCESSES; i++) sum += session->processes[i].bytes[device];
-    for (int i = 0; i < SESSION_POOLS; i++)
+    for (int i = 0; i < session->pools_used; i++)
         if (session->pools[i].id && session->pools[i].device == device) sum += session->pools[i].bytes;
     return sum;
 }
@@ -150,26 +218,26 @@ uint64_t sim_charged(int device) {
 }
 
 static struct pool_charge *pool_charge(uint64_t id) {
-    for (int i = 0; i < SESSION_POOLS; i++)
+    for (int i = 0; i < session->pools_used; i++)
         if (session->pools[i].id == id) return &session->pools[i];
     return NULL;
+}
+
+static struct pool_charge *pool_charge_new(uint64_t id, int device, struct process_id owner) {
+    struct pool_charge *c = pool_charge(0);
+    if (!c && session->pools_used < SESSION_POOLS) c = &session->pools[session->pools_used++];
+    if (c) *c = (struct pool_charge){.id = id, .device = device, .owner = owner};
+    return c;
 }
 
 static uint64_t *account(int device, uint64_t pool) {
     if (pool) {
         struct pool_charge *c = pool_charge(pool);
-        if (!c && (c = pool_charge(0))) *c = (struct pool_charge){.id = pool, .device = device, .owner = sim_self()};
+        if (!c) c = pool_charge_new(pool, device, sim_self());
         return c ? &c->bytes : NULL;
     }
-    struct process_charge *empty = NULL;
-    for (int i = 0; i < SESSION_PROCESSES; i++) {
-        struct process_charge *c = &session->processes[i];
-        if (same(c->owner, sim_self())) return &c->bytes[device];
-        if (!c->owner.pid && !empty) empty = c;
-    }
-    if (!empty) return NULL;
-    empty->owner = sim_self();
-    return &empty->bytes[device];
+    struct process_charge *c = own_charge();
+    return c ? &c->bytes[device] : NULL;
 }
 
 zcu_result sim_charge(int device, uint64_t pool, int64_t bytes) {
@@ -192,17 +260,28 @@ zcu_result sim_charge(int device, uint64_t pool, int64_t bytes) {
     return r;
 }
 
-void sim_charge_import(uint64_t pool, int device, int delta) {
+void sim_charge_import(uint64_t pool, int device, int delta, uint64_t bytes) {
+    if (device < 0) return;
     sim_session_lock();
-    if (device >= 0 && account(device, pool)) {
-        struct pool_charge *c = pool_charge(pool);
-        struct process_id from = delta > 0 ? (struct process_id){0} : sim_self();
-        for (int i = 0; i < SESSION_IMPORTERS; i++)
-            if (delta > 0 ? !c->importers[i].pid : same(c->importers[i], from)) {
-                c->importers[i] = delta > 0 ? sim_self() : (struct process_id){0};
-                break;
-            }
-        purge();
+    struct pool_charge *c = pool_charge(pool);
+    struct process_id nobody = {0};
+    if (!c && delta > 0 && (c = pool_charge_new(pool, device, nobody))) c->bytes = shared ? bytes : 0;
+    for (int i = 0; c && i < SESSION_IMPORTERS; i++)
+        if (delta > 0 ? !c->importers[i].pid : same(c->importers[i], sim_self())) {
+            c->importers[i] = delta > 0 ? sim_self() : nobody;
+            break;
+        }
+    purge();
+    sim_session_unlock();
+}
+
+void sim_charge_exported(uint64_t pool, int fd) {
+    struct stat st;
+    sim_session_lock();
+    struct pool_charge *c = pool_charge(pool);
+    if (c && !fstat(fd, &st)) {
+        c->dev = st.st_dev;
+        c->ino = st.st_ino;
     }
     sim_session_unlock();
 }

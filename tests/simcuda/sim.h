@@ -1,8 +1,8 @@
 /* sim.h: the state of the simulated driver, shared by its files.
  *
  * One mutex guards everything that is private to the process; one thread executes what the streams hold. What several
- * processes see lies in two kinds of shared memory: the session file (charged bytes, interprocess events, happens-before)
- * and the first part of each exportable pool's memfd. Both carry robust mutexes, so that a process may die anywhere.
+ * processes see lies in two kinds of shared memory: the session file (charged bytes, interprocess events, happens-before, what
+ * the streams hold) and the first part of each exportable pool's memfd. Both carry robust mutexes, so that a process may die anywhere.
  * Lock order: sim.lock, then a pool's control lock, then the session's. */
 #ifndef SIM_H
 #define SIM_H
@@ -27,6 +27,9 @@ enum {
 #define SIM_CHUNK (32ull << 20)
 #define SIM_IMPORT_CHUNKS 128 /* the real driver's array on the stack holds so many; above, the importer dies */
 #define SIM_POISON 0xDB
+#define SIM_LOST 0xDE   /* what work of a dead process finds in that process's own memory */
+#define SIM_GRAIN (2ull << 20)    /* of virtual memory management */
+#define SIM_BLOCK_HEAD 4096ull    /* bytes of a block's memfd before its memory */
 #define SIM_DEVICES 16
 #define SIM_SLOTS 256 /* clocks: streams of all processes of a session */
 
@@ -115,6 +118,9 @@ struct sim {
     struct event *events;
     struct linear *linears;
     struct hostreg *hostregs;
+    struct block *blocks;
+    struct mapping *mappings;
+    struct reservation *reservations;
     struct capture *captures, *graphs;
     uint64_t executed;
 };
@@ -134,6 +140,9 @@ uint64_t sim_env_size(const char *name, uint64_t otherwise); /* "24GiB" */
 struct process_id { int pid; uint64_t start; };
 struct process_id sim_self(void);
 bool sim_dead(struct process_id p);
+/* Dead, and no child that it forked still has the driver's descriptors: only then is its work over and its memory free.
+ * The session's lock is held. */
+bool sim_gone(struct process_id p);
 
 int sim_session_open(void);
 void sim_session_lock(void);
@@ -141,10 +150,12 @@ void sim_session_unlock(void);
 void sim_robust_init(pthread_mutex_t *m);
 void sim_robust_lock(pthread_mutex_t *m);
 
-/* Device memory charged, over all processes. `pool` 0: the process's own memory outside exportable pools. */
+/* Device memory charged, over all processes. `pool`: an exportable pool or a block; 0: the process's own memory. */
 zcu_result sim_charge(int device, uint64_t pool, int64_t bytes); /* OUT_OF_MEMORY when it does not fit */
 uint64_t sim_charged(int device);
-void sim_charge_import(uint64_t pool, int device, int delta); /* this process holds (or lets go of) an exportable pool */
+/* This process holds (or lets go of) a pool or block that it imported. `bytes`: charged when nobody held it any more. */
+void sim_charge_import(uint64_t pool, int device, int delta, uint64_t bytes);
+void sim_charge_exported(uint64_t pool, int fd); /* from now on a mere descriptor of that file retains it */
 void sim_charge_destroyed(uint64_t pool, uint64_t retained);
 
 struct event_slot {
@@ -208,6 +219,7 @@ zcu_result sim_wait_ctx(struct ctx *c);
 bool sim_stream_idle(const struct stream *s);
 void sim_set_fault(int code, const char *why, zcu_ptr at);
 struct stream *sim_stream_new(struct ctx *c, bool nonblocking);
+bool sim_waited_for(uint64_t now, uint64_t value, unsigned how); /* of a counter */
 
 /* ---- memory (memory.c) ---- */
 
@@ -231,8 +243,8 @@ struct hostreg {
 struct hostreg *sim_registered(const void *p, uint64_t n);
 /* May `device` reach all of [p, p + n)? INVALID_VALUE: no such memory, or no access; ILLEGAL_ADDRESS: was unmapped. */
 zcu_result sim_reach(zcu_ptr p, uint64_t n, int device);
-/* At execution: is it (still) mapped? */
-bool sim_mapped(zcu_ptr p, uint64_t n);
+/* At execution: is it (still) mapped, and may `device` do that there? */
+bool sim_mapped(zcu_ptr p, uint64_t n, int device, bool write);
 void sim_linear_free(struct linear *l);
 void sim_poison(unsigned char *p, uint64_t n); /* those pages that exist */
 
@@ -287,7 +299,39 @@ zcu_result sim_pool_free(struct pool *p, zcu_ptr at, struct stream *s);
 void sim_pool_freed(struct op *op);           /* execution of OP_FREE */
 void sim_pool_unimported(struct op *op);      /* execution of OP_UNIMPORT */
 bool sim_pool_backed(struct pool *p, uint64_t offset, uint64_t n);
+uint64_t sim_pool_place(const struct pool *p, uint64_t offset, uint64_t *n); /* in its file; *n cut to what is in one piece */
 void sim_pools_release(void);                 /* at a synchronise: down to the thresholds */
+
+/* ---- virtual memory management (vmm.c) ---- */
+
+struct block {               /* physical memory; an import is one of its own */
+    struct block *next;
+    uint64_t id;             /* the same in all processes */
+    zcu_mem handle;
+    uint64_t size;
+    int fd, device, handle_types;
+    int handles, maps;       /* references of this process */
+    bool imported;
+};
+
+struct mapping {
+    struct mapping *next;
+    zcu_ptr base;
+    uint64_t size, id;
+    struct block *block;     /* from its beginning */
+    uint8_t access[SIM_DEVICES];
+};
+
+bool sim_vmm_reserved(zcu_ptr p);
+struct mapping *sim_vmm_mapping(zcu_ptr p);
+bool sim_vmm_access(zcu_ptr p, uint64_t n, int device, int rights); /* all of it mapped, with these rights */
+long sim_vmm_count(const char *what);
+
+/* ---- what other processes can see of the streams (work.c) ---- */
+
+void work_queued(const struct stream *s, const struct op *op);
+void work_executed(const struct stream *s, uint64_t number);
+void work_of_the_dead(void);
 
 /* ---- events (event.c) ---- */
 
@@ -329,5 +373,10 @@ void hb_freed(const struct stream *s, const struct op *op);
 void hb_imported(const struct pool *p, uint64_t serial);
 void hb_unimported(const struct stream *s, const struct op *op);
 void hb_pool_gone(const struct pool *p);
+void hb_block_new(const struct block *b);
+void hb_unmapping(zcu_ptr p, uint64_t n);     /* whole mappings, still there */
+void hb_forget(uint64_t pool);                /* a pool or block that nobody has any more; the session's lock is held */
+/* Work of a dead process's stream touches [where, where + n) of a pool or block. */
+void hb_landed(const struct stream *s, uint64_t pool, uint64_t where, uint64_t n, bool write);
 
 #endif

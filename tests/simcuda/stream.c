@@ -14,6 +14,7 @@
 #define AFTER_THE_CALL_NS 2000
 #define POLL_FIRST_NS 20000
 #define POLL_LAST_NS 500000
+#define LOOK_NS 10000000 /* for work of the dead */
 
 /* ---- markers ---- */
 
@@ -89,6 +90,7 @@ void sim_submit(struct stream *s, struct op *op) {
     op->number = ++s->submitted;
     op->not_before = sim_now() + AFTER_THE_CALL_NS + (sim.delay_us ? (int64_t)(sim_random() % (sim.delay_us * 1000)) : 0);
     hb_submit(op);
+    work_queued(s, op);
     if (s->tail) s->tail->next = op;
     else s->head = op;
     s->tail = op;
@@ -114,7 +116,7 @@ void sim_set_fault(int code, const char *why, zcu_ptr at) {
     pthread_cond_broadcast(&sim.progress);
 }
 
-static bool waited_for(uint64_t now, uint64_t value, unsigned how) {
+bool sim_waited_for(uint64_t now, uint64_t value, unsigned how) {
     switch (how & 3) {
     case 0: return (int64_t)(now - value) >= 0;
     case 1: return now == value;
@@ -146,7 +148,7 @@ static int ready(struct stream *s, int64_t now) {
     case OP_WAIT_VALUE:
         if (sim_breaks("wait")) return BLOCKED;
         if (!sim_registered((void *)op->src, 8)) return READY; /* and faults */
-        return waited_for(__atomic_load_n((uint64_t *)op->src, __ATOMIC_ACQUIRE), op->value, op->byte) ? READY : POLL;
+        return sim_waited_for(__atomic_load_n((uint64_t *)op->src, __ATOMIC_ACQUIRE), op->value, op->byte) ? READY : POLL;
     case OP_SPIN:
         if (!op->until) op->until = now + (int64_t)op->value * 1000;
         return now >= op->until ? READY : POLL;
@@ -157,8 +159,11 @@ static int ready(struct stream *s, int64_t now) {
 static void illegal(const char *what, zcu_ptr at) { sim_set_fault(ZCU_ERROR_ILLEGAL_ADDRESS, what, at); }
 
 static void execute_copy(struct stream *s, struct op *op) {
-    if (!op->src_host && !sim_mapped(op->src, op->n)) return illegal("copy from unmapped memory", op->src);
-    if (!op->dst_host && !sim_mapped(op->dst, op->n)) return illegal("copy to unmapped memory", op->dst);
+    int device = s->ctx->device;
+    if (!op->src_host && !sim_mapped(op->src, op->n, device, false))
+        return illegal("copy from memory that is not mapped, or may not be read", op->src);
+    if (!op->dst_host && !sim_mapped(op->dst, op->n, device, true))
+        return illegal("copy to memory that is not mapped, or may not be written", op->dst);
     if (!op->src_host) hb_access(s, op->src, op->n, false);
     if (!op->dst_host) hb_access(s, op->dst, op->n, true);
     memmove((void *)op->dst, (void *)op->src, op->n);
@@ -173,7 +178,8 @@ static bool set_again(const struct op *op) {
 }
 
 static void execute_set(struct stream *s, struct op *op) {
-    if (!sim_mapped(op->dst, op->n)) return illegal("memset of unmapped memory", op->dst);
+    if (!sim_mapped(op->dst, op->n, s->ctx->device, true))
+        return illegal("memset of memory that is not mapped, or may not be written", op->dst);
     hb_access(s, op->dst, op->n, true);
     if (!s->held && set_again(op)) return; /* of a held stream each step shows */
     memset((void *)op->dst, op->byte, op->n);
@@ -237,6 +243,7 @@ static void execute(struct stream *s) {
     s->head = op->next;
     if (!s->head) s->tail = NULL;
     s->done = op->number;
+    work_executed(s, op->number);
     op_free(op);
     sim.executed++;
     if (s->destroyed && !s->head) stream_free(s);
@@ -250,17 +257,26 @@ static void sleep_until(int64_t when) {
 
 static void *execute_all(void *unused) {
     (void)unused;
-    int64_t poll = POLL_FIRST_NS;
+    int64_t poll = POLL_FIRST_NS, looked = 0;
     pthread_mutex_lock(&sim.lock);
     for (;;) {
         struct stream *chosen = NULL;
         int64_t now = sim_now(), next = INT64_MAX;
         uint64_t candidates = 0;
+        bool polled = false;
+        if (sim_session_shared()) { /* somebody has to do it: the dead have no thread */
+            if (now - looked >= LOOK_NS) {
+                work_of_the_dead();
+                looked = now;
+            }
+            next = looked + LOOK_NS;
+        }
         for (struct stream *s = sim.streams; s && !sim.fault; s = s->next) {
             if (!s->head) continue;
             int state = ready(s, now);
             if (state == READY && sim_random() % ++candidates == 0) chosen = s;
             if (state == LATER && s->head->not_before < next) next = s->head->not_before;
+            polled = polled || state == POLL;
             if (state == POLL && now + poll < next) next = now + poll;
         }
         if (chosen) {
@@ -271,7 +287,8 @@ static void *execute_all(void *unused) {
             poll = POLL_FIRST_NS;
         } else {
             sleep_until(next);
-            if (poll < POLL_LAST_NS) poll *= 2;
+            if (!polled) poll = POLL_FIRST_NS;
+            else if (poll < POLL_LAST_NS) poll *= 2;
         }
     }
     return NULL;
