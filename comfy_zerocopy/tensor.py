@@ -41,15 +41,17 @@ class Look(NamedTuple):
 
 
 def loaded(name: str) -> Any:
-    """The module if it is imported and complete, else None."""
+    """The module if it is imported and complete, else None: another thread may be in the midst of importing it."""
     module = sys.modules.get(name)
-    return module if module is not None and hasattr(module, "__version__") else None
+    if module is None or not hasattr(module, "__version__") or getattr(getattr(module, "__spec__", None), "_initializing", False):
+        return None
+    return module
 
 
 def need(name: str, why: str) -> Any:
     """The module, imported if it must be; Unfit where it is not installed."""
     try:
-        return sys.modules.get(name) or __import__(name)
+        return loaded(name) or __import__(name)  # waits for another thread's import
     except ImportError as error:
         raise Unfit(f"{why} needs {name} in this environment, and it cannot be imported: {error}") from error
 

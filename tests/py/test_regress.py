@@ -406,3 +406,28 @@ def test_kill_in_a_fork_of_the_parent_waits_for_nobody(target):
             os._exit(int(time.monotonic() - begin > 2))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         w.call("nothing")
+
+
+def test_a_library_that_another_thread_is_importing_is_not_there_yet(run):
+    """The first host result of a process imports numpy; another thread's call looked at its own tensor with half of it."""
+    run("""
+        import importlib.util, pathlib, sys, threading
+        from comfy_zerocopy import tensor
+        pathlib.Path("numpy.py").write_text(
+            "import sys\\n__version__ = '1'\\nsys.half.set()\\nassert sys.go.wait(20)\\nclass ndarray: pass\\n")
+        sys.path.insert(0, ".")
+        sys.half, sys.go = threading.Event(), threading.Event()
+        first = threading.Thread(target=tensor.need, args=("numpy", "an array"))
+        first.start()
+        assert sys.half.wait(20) and sys.modules["numpy"].__version__ == "1"
+        assert tensor.loaded("numpy") is None and tensor.look(object()) is None
+        found = []
+        second = threading.Thread(target=lambda: found.append(tensor.need("numpy", "an array").ndarray))
+        second.start()
+        second.join(0.05)
+        assert not found
+        sys.go.set()
+        first.join()
+        second.join()
+        assert found and tensor.loaded("numpy") is sys.modules["numpy"]
+    """)
