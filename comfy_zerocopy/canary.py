@@ -35,6 +35,10 @@ Until = Callable[[str, float], Any]  # until(kind, deadline): the session's next
 class Stuck(Exception):
     """A check did not end, or ended the worker: the session is of no more use, and the rung is demoted."""
 
+    def __init__(self, why: str, demoted: dict[int, str], ordinal: int, died: bool) -> None:
+        super().__init__(why)
+        self.demoted, self.ordinal, self.died = demoted, ordinal, died
+
 
 class Verdicts:
     """By ordinal: "" where a check held, else why the rung is not used."""
@@ -42,6 +46,14 @@ class Verdicts:
     def __init__(self) -> None:
         self.pools: dict[int, str] = {}
         self.windows: dict[int, str] = {}
+        self.kills = 0  # checks in a row that SIGKILL ended
+
+    def pardon(self, stuck: Stuck) -> None:
+        """SIGKILL ended that check. No driver does that: somebody did, or the kernel for want of memory. So the next process tries
+        it again, unless it happens each time."""
+        self.kills += 1
+        if self.kills < 3:
+            stuck.demoted.pop(stuck.ordinal, None)
 
     def status(self) -> dict[str, dict[int, str]]:
         return {name: {k: v or "proved" for k, v in found.items()} for name, found in (("pools", self.pools), ("windows", self.windows))}
@@ -123,18 +135,19 @@ class Pools(Verdicts):
         self.unfinished = True
         try:
             event = until(kind, time.monotonic() + seconds)
-        except zcx().Failure:
+        except zcx().Failure as failure:
             if self.killed:
                 raise
-            why = f"{what} ended the worker"
+            why, died = f"{what} ended the worker", failure.code == zcx().E_DIED
         else:
             if event is not None:
                 self.unfinished = False
+                self.demoted.kills = 0
                 return event[2], event[3]
-            why = f"{what} did not end within {seconds:g} s"
+            why, died = f"{what} did not end within {seconds:g} s", False
         demoted[ordinal] = why
         _log.warning("comfy_zerocopy: worker %s, cuda:%d: %s", self.name, ordinal, why)
-        raise Stuck(why)
+        raise Stuck(why, demoted, ordinal, died)
 
 
 def _shows_something(why: str) -> bool:

@@ -16,6 +16,7 @@ import logging
 import os
 import pathlib
 import platform
+import signal
 import threading
 import time
 import uuid
@@ -419,7 +420,10 @@ class Worker:
                 try:
                     return call.run(args, kwargs)
                 except canary.Stuck as stuck:
-                    # The rung is demoted, so this comes once per check and device; the function has not begun, or may have.
+                    # The rung is demoted, so this comes once per check and device, or a few times (pardon); the function has not
+                    # begun, or may have.
+                    if stuck.died and session.process.wait(1.0) and session.process.describe()["signal"] == signal.SIGKILL:
+                        self._demoted.pardon(stuck)
                     session.process.kill()
                     self._session = None
                     if call.sent:

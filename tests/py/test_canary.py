@@ -377,3 +377,51 @@ def test_a_worker_that_does_not_open_the_gpu_in_time(script: Script) -> None:
             os.kill(w.pid, signal.SIGSTOP)  # deep in the driver, for all that one can see
             assert w.call("total", x) == 1000 and "opening the GPU did not end within 1 s" in shared(w)
     """)
+
+
+@pytest.mark.parametrize("first", ["total", "filled"])
+def test_a_kill_in_the_midst_of_a_check_shows_nothing(script: Script, first: str) -> None:
+    """No driver sends SIGKILL: somebody did, or the kernel for want of memory. The next process tries the rung again."""
+    script(f"""
+        import os
+        x = filled(1000, 1)
+        def call():
+            return w.call("total", x) if {first!r} == "total" else sum(w.call("filled", 1000, 1).tobytes())
+        def kill():
+            while not w._session.pools.unfinished:
+                time.sleep(0.001)
+            w._env = {{}}  # of the next process: its driver does not hang
+            os.kill(pid, signal.SIGKILL)
+        with worker(env={HANG!r}) as w:
+            pid = w.call("pid")
+            killer = threading.Thread(target=kill)
+            killer.start()
+            try:
+                assert call() == 1000
+            except zcx.WorkerDied:  # it may just have got through the check, or the function have begun
+                assert call() == 1000
+            killer.join()
+            assert w.call("pid") != pid and w.status()["pools"] == {{0: "proved"}}, w.status()
+            assert call() == 1000 and shared(w) is True
+    """)
+
+
+def test_kills_in_the_midst_of_every_check_show_something(script: Script) -> None:
+    script(f"""
+        x = filled(1000, 1)
+        killed, over = set(), threading.Event()
+        def kill():
+            while not over.wait(0.001):
+                s = w._session
+                if s is not None and s.pools.unfinished and not s.process.exited.is_set():
+                    s.process.kill()
+                    killed.add(s.process.pid)
+        with worker(env={HANG!r}) as w:
+            killer = threading.Thread(target=kill)
+            killer.start()
+            assert w.call("total", x) == 1000
+            over.set()
+            killer.join()
+            assert len(killed) == 3 and "ended the worker" in shared(w) and "ended the worker" in w.status()["pools"][0]
+            assert w.call("total", x) == 1000 and len(killed) == 3
+    """)
