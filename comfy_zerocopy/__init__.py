@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CudaError,
         Error,
         InputModified,
+        KeptTooMuch,
         PayloadTooLarge,
         ProtocolError,
         RemoteError,
@@ -26,23 +27,25 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from .parent import Report, Transfer, Worker, empty
+    from .quota import Kept
     from .tree import handle, register
 
 __version__ = "0.1.0"
 
 _ERRORS = (
     "Error", "WorkerDied", "RemoteError", "CallTimeout", "Cancelled", "ProtocolError", "CudaError", "UnsupportedType",
-    "InputModified", "ResultTooLarge", "PayloadTooLarge", "UnsupportedPlatform",
+    "InputModified", "KeptTooMuch", "ResultTooLarge", "PayloadTooLarge", "UnsupportedPlatform",
 )
 _HOME = {
     **dict.fromkeys(("install", "status", "reclaim", "Status"), "_install"),
     **dict.fromkeys(("Report", "Transfer", "Worker", "empty"), "parent"),
     **dict.fromkeys(("register", "handle"), "tree"),
+    "Kept": "quota",
     **dict.fromkeys(_ERRORS, "errors"),
 }
 
 __all__ = [
-    "CallTimeout", "Cancelled", "CudaError", "Error", "InputModified", "PayloadTooLarge", "ProtocolError", "RemoteError",
+    "CallTimeout", "Cancelled", "CudaError", "Error", "InputModified", "Kept", "KeptTooMuch", "PayloadTooLarge", "ProtocolError", "RemoteError",
     "Report", "ResultTooLarge", "Status", "Transfer", "UnsupportedPlatform", "UnsupportedType", "Worker", "WorkerDied", "__version__", "empty",
     "handle", "install", "reclaim", "register", "status",
 ]

@@ -2,7 +2,7 @@
 
     COMFY_ZEROCOPY          off | results | swap   (1 means results, 0 means off)
     COMFY_ZEROCOPY_CONFIG   the file to read instead of comfy_zerocopy.json in ComfyUI's user directory
-    file (JSON)             {"mode": "swap", "max_result_bytes": 17179869184}
+    file (JSON)             {"mode": "swap", "max_result_bytes": 17179869184, "max_kept_bytes": 4294967296}
 
 Junk is never an exception: the setting that it stands in is taken as off (or as unset) and a sentence says so, once, in the
 log line of install() and in doctor. Does not: log, cache, or look at the machine.
@@ -23,12 +23,16 @@ _ALIASES = {"0": "off", "no": "off", "false": "off", "none": "off", "1": "result
             "on": "results"}
 
 
+_LIMITS = ("max_result_bytes", "max_kept_bytes")
+
+
 @dataclass(frozen=True)
 class Settings:
     mode: str = "off"
     source: str = "default"  # of the mode: "argument", "environment COMFY_ZEROCOPY", "file /…", "default"
     max_result_bytes: int | None = None  # for workers that do not set their own; None: no limit
     problems: tuple[str, ...] = ()  # sentences about junk
+    max_kept_bytes: int | None = None  # likewise; None: see quota.default()
 
 
 def _mode(value: Any) -> str | None:
@@ -67,7 +71,7 @@ def _file() -> tuple[dict[str, Any], str, list[str]]:
         return {}, where, [f"{where} cannot be read as JSON: {error}"]
     if not isinstance(content, dict):
         return {}, where, [f'{where} must hold an object such as {{"mode": "results"}}']
-    problems = [f"{where}: unknown setting {key!r}" for key in content if key not in ("mode", "max_result_bytes")]
+    problems = [f"{where}: unknown setting {key!r}" for key in content if key not in ("mode", *_LIMITS)]
     return content, where, problems
 
 
@@ -85,8 +89,11 @@ def load(mode: Any = None) -> Settings:
             problems.append(f"{name}: {value!r} is none of off (or 0), results (or 1), swap; taken as off")
         chosen, source = found or "off", name
         break
-    limit = content.get("max_result_bytes")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
-        problems.append(f"file {where}: max_result_bytes {limit!r} is not a positive whole number; ignored")
-        limit = None
-    return Settings(chosen, source, limit, tuple(problems))
+    limits: dict[str, int | None] = {}
+    for name in _LIMITS:
+        limit = content.get(name)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
+            problems.append(f"file {where}: {name} {limit!r} is not a positive whole number; ignored")
+            limit = None
+        limits[name] = limit
+    return Settings(chosen, source, problems=tuple(problems), **limits)

@@ -134,6 +134,18 @@ class ResultTooLarge(Error):
     """
 
 
+class KeptTooMuch(Error):
+    """The worker's code keeps more of what it was lent than `max_kept_bytes`. What the call returned was dropped.
+
+    What to do: in the worker, clone() what is to be kept, and let go of the rest; or raise `max_kept_bytes` (Worker's argument, or the
+    configuration file). `kept` says how much, by function. If a call leaves still more, the worker is ended.
+    """
+
+    def __init__(self, message: str, kept: Sequence[Any] = ()) -> None:
+        self.kept = tuple(kept)  # of quota.Kept
+        super().__init__(message)
+
+
 class PayloadTooLarge(Error, ValueError):
     """The tree of arguments or results, tensors' bytes not counted, is too large or too deep for one message.
 

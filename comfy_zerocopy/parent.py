@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from . import __version__, _install, _native, canary, config, process, tensor, tree
+from . import __version__, _install, _native, canary, config, process, quota, tensor, tree
 from .array import DeviceMemory, contiguous_strides
 from .errors import (
     CallTimeout,
@@ -32,6 +32,7 @@ from .errors import (
     CudaError,
     Error,
     InputModified,
+    KeptTooMuch,
     PayloadTooLarge,
     ProtocolError,
     RemoteError,
@@ -44,6 +45,7 @@ from .errors import (
 _log = logging.getLogger("comfy_zerocopy")
 _GRACE = 5.0  # seconds that a worker gets to stop after a cancel, before it is replaced
 _KEPT_POLL = 0.2  # seconds between looks for the release of what an idle worker keeps
+_RELEASE = 0.2  # seconds that a release may be on its way, before a worker that keeps too much is said to do so
 _REST = 30.0  # seconds without a call after which memory that is only kept for speed is given back
 _BYE = 5.0  # seconds that a worker gets to end by itself
 
@@ -68,9 +70,14 @@ class Transfer(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one call moved."""
+    """What one call moved, and what the worker's code kept of it and of earlier ones."""
 
     transfers: tuple[Transfer, ...]
+    kept: tuple[quota.Kept, ...] = ()
+
+
+class _Enough(Exception):
+    """Ends a wait of ours from its callback."""
 
 
 class _Ticket:
@@ -138,6 +145,8 @@ class _Session:
         self.watching = self.resting = False
         self.called = 0.0  # time.monotonic() of the last call's end
         self.handles: tree.Handles | None = None
+        self.functions: dict[int, str] = {}  # by call: of those that may have left something kept
+        self.over: dict[int | None, int] = {}  # by place: bytes kept above the quota, when the last call ended
         self.parent: Any = None
         self.pools = canary.Pools(owner.name, owner._demoted)
         with self.busy:  # from before the process exists: it can be gone before there is anything to take apart
@@ -161,12 +170,40 @@ class _Session:
         """While the worker keeps buffers, hear of their release also when nobody calls it; and when nobody has called for a
         while, give back what host memory is only kept to make the next call faster."""
         self.called = time.monotonic()
-        if not self.watching and self.parent.stats()["kept"]:
+        if not self.watching and self._holds(self.parent):
             self.watching = True
             process.keeper().do(lambda: process.keeper().later(_KEPT_POLL, self._look_idle))
         if not self.resting:
             self.resting = True
             process.keeper().do(lambda: process.keeper().later(_REST, self._rest))
+
+    @staticmethod
+    def _holds(parent: Any) -> bool:
+        stats = parent.stats()
+        return bool(stats["kept"] or stats["leased"])
+
+    def kept(self) -> tuple[quota.Kept, ...]:
+        """What the worker's code still refers to, without a lease. By the thread whose turn it is."""
+        parent = self.parent
+        rows = parent.kept() if parent is not None else []
+        self.functions = {row[0]: self.functions[row[0]] for row in rows}
+        found: dict[tuple[str, int | None], tuple[int, int]] = {}
+        for seq, ordinal, count, nbytes in rows:
+            key = (self.functions[seq], None if ordinal < 0 else ordinal)
+            before = found.get(key, (0, 0))
+            found[key] = (before[0] + count, before[1] + nbytes)
+        return tuple(quota.Kept(*key, *sums) for key, sums in found.items())
+
+    def hear(self, enough: Callable[[], Any], seconds: float) -> None:
+        """Take in what an idle worker has to say, until it is enough."""
+        def look(event: tuple[Any, ...]) -> None:
+            self._on_idle(event)
+            if enough():
+                raise _Enough
+
+        with self.busy, contextlib.suppress(_Enough):
+            if not enough():  # the keeper may have heard it
+                self.parent.run(_ns(time.monotonic() + seconds), look)
 
     def _rest(self) -> None:
         """Keeper's thread."""
@@ -197,7 +234,7 @@ class _Session:
                 return
             finally:
                 self.busy.release()
-        if parent.stats()["kept"]:
+        if self._holds(parent):
             process.keeper().later(_KEPT_POLL, self._look_idle)
         else:
             self.watching = False
@@ -244,11 +281,14 @@ class Worker:
     env: changes to this process's environment (None removes a variable). cwd: its working directory. name: for logs.
     timeout: seconds for each call that names none; None: no limit. It covers waiting for the worker's turn and its start.
     max_result_bytes: all results of one call together; None: as the configuration says, else what the machine can hold.
+    max_kept_bytes: what the worker's code may go on referring to when the calls that lent it are over, of host memory and of each GPU's;
+        None: as the configuration says, else a quarter of the machine's memory, and of the GPU's. What lease() holds does not count.
     on_progress: called as on_progress(done, total, message) in the calling thread; what it raises stops the call, and call()
         raises it.
 
     Attributes: name; pid, alive; on_progress; last_report: a Report, whose `transfers` say how each buffer of the last call
-    crossed (of a call that failed: what it had lent by then; a call that failed before anything was lent leaves none).
+    crossed (of a call that failed: what it had lent by then; a call that failed before anything was lent leaves none), and whose `kept`
+    says what the worker's code holds on to.
 
     What a worker prints goes to logging, "comfy_zerocopy.worker." + name: stdout at INFO, stderr at WARNING.
 
@@ -257,7 +297,7 @@ class Worker:
 
     def __init__(self, target: str | os.PathLike[str], *, python: str | os.PathLike[str] | None = None,
                  env: Mapping[str, str | None] | None = None, cwd: str | os.PathLike[str] | None = None, name: str | None = None,
-                 timeout: float | None = None, max_result_bytes: int | None = None,
+                 timeout: float | None = None, max_result_bytes: int | None = None, max_kept_bytes: int | None = None,
                  on_progress: Callable[[float, float, str], Any] | None = None) -> None:
         _native.require()
         target = os.fspath(target)
@@ -265,15 +305,17 @@ class Worker:
             raise ValueError("target is empty: name a module, or the path of a .py file")
         if target.endswith(".py"):
             target = os.path.abspath(target)  # the worker may have another working directory
-        if max_result_bytes is not None and max_result_bytes < 0:
-            raise ValueError("max_result_bytes is a number of bytes")
+        for limit, what in ((max_result_bytes, "max_result_bytes"), (max_kept_bytes, "max_kept_bytes")):
+            if limit is not None and limit < 0:
+                raise ValueError(f"{what} is a number of bytes")
         self._target = target
         self._python = os.fspath(python) if python is not None else None
         self._env, self._cwd = dict(env or {}), os.fspath(cwd) if cwd is not None else None
         self.name = name or pathlib.Path(target).stem
-        if max_result_bytes is None:
-            max_result_bytes = config.load().max_result_bytes
-        self._timeout, self._max_result_bytes, self.on_progress = _seconds(timeout), max_result_bytes, on_progress
+        settings = config.load()
+        self._max_result_bytes = settings.max_result_bytes if max_result_bytes is None else max_result_bytes
+        self._max_kept_bytes = settings.max_kept_bytes if max_kept_bytes is None else max_kept_bytes
+        self._timeout, self.on_progress = _seconds(timeout), on_progress
         self._turn = _Turn()
         self._box: list[_Session | None] = [None]
         # A worker that is dropped without close() does not keep its process.
@@ -319,8 +361,8 @@ class Worker:
     def status(self) -> dict[str, Any]:
         """name, pid, alive, state; pools and windows, by device: "proved", or why they are not used; and of the session:
 
-        calls (so far), transfers (buffers that are lent now), kept and kept_bytes (of these, what the worker still refers to after its
-        call), quarantined (buffers not given back before the worker is gone), result_bytes (host results in use), warm_bytes (host
+        calls (so far), transfers (buffers that are lent now), kept and kept_bytes (of these, what the worker's code still refers to after
+        its call, and kept_device_bytes of them on GPUs), leased and leased_bytes (what lease() holds), quarantined (buffers not given back before the worker is gone), result_bytes (host results in use), warm_bytes (host
         memory kept for the next result), input_bytes (host memory that copied inputs lie in), handles (objects of this process that
         the worker holds handles to; handles to the worker's objects are counted there, not here)."""
         s = self._session
@@ -366,7 +408,7 @@ class Worker:
         """Run the worker's exposed function and return what it returns: tensors are ordinary ones of this process.
 
         Raises RemoteError (the function raised), WorkerDied, CallTimeout, Cancelled, UnsupportedType, PayloadTooLarge,
-        InputModified, ResultTooLarge, ProtocolError, CudaError; torch.cuda.OutOfMemoryError or MemoryError for a lack of
+        InputModified, KeptTooMuch, ResultTooLarge, ProtocolError, CudaError; torch.cuda.OutOfMemoryError or MemoryError for a lack of
         memory on either side. `timeout` (seconds) replaces the worker's own."""
         return self._call(function, args, kwargs, timeout, tensor.current_streams(), None)
 
@@ -418,7 +460,7 @@ class Worker:
                 if running is not None:
                     running.bind(call)
                 try:
-                    return call.run(args, kwargs)
+                    value = call.run(args, kwargs)
                 except canary.Stuck as stuck:
                     # The rung is demoted, so this comes once per check and device, or a few times (pardon); the function has not
                     # begun, or may have.
@@ -430,8 +472,55 @@ class Worker:
                         session.process.wait(_BYE)
                         raise WorkerDied(f"worker {self.name}: {stuck}, in the midst of a call; the next one does without",
                                          **session.process.describe(), state="running") from None
+                except BaseException:
+                    self._hold_to_quota(session, function, failed=True)
+                    raise
+                else:
+                    self._hold_to_quota(session, function, failed=False)
+                    return value
         finally:
             self._turn.give(mine)
+
+    def _hold_to_quota(self, session: _Session, function: str, failed: bool) -> None:
+        """A call is over: what the worker's code keeps is bounded. A call that failed already fails with its own error."""
+        if self._session is not session or not session.usable():
+            return  # it was ended: all comes back
+        over = self._over(session) if self.last_report.kept else {}
+        before, session.over = session.over, over
+        if not over or function.startswith("zcx."):
+            return
+        grows = any(nbytes > before.get(device, nbytes) for device, nbytes in over.items())
+        text = f"worker {self.name}, after {function}: {quota.say(self.last_report.kept, over, self._max_kept_bytes)}."
+        if grows:  # said before, and it went on
+            session.process.kill()
+            self._session = None
+            text += " It was told so before and kept still more, so the worker was ended: the next call starts another"
+        if failed:
+            _log.warning("comfy_zerocopy: %s", text)
+        else:
+            raise KeptTooMuch(text + f"{'.' * grows} What {function} returned was dropped", self.last_report.kept)
+
+    def _over(self, session: _Session) -> dict[int | None, int]:
+        """By place: what is kept above the quota, when what is on its way back has come, and cycles are collected in the worker."""
+        def over() -> dict[int | None, int]:
+            return quota.excess(session.kept(), self._max_kept_bytes)
+
+        def enough() -> bool:
+            return not over()
+
+        report = self.last_report
+        if enough():
+            return {}
+        try:
+            session.hear(enough, _RELEASE)
+            if not enough():
+                _Call(self, session, "zcx.collect", {}, time.monotonic() + _GRACE, _GRACE).run((), {})
+                session.hear(enough, _RELEASE)
+        except (Error, _native.zcx().Failure):  # it died, so that all comes back
+            return {}
+        finally:
+            self.last_report = report._replace(kept=session.kept())
+        return over()
 
     def _prove_windows(self, pool: Any) -> str:
         """For canary.sacrifice(): "" or why windows cannot be used, tried in this worker's process."""
@@ -640,7 +729,7 @@ class _Call:
             raise _failed(failure) from None
         finally:
             self.parent.end()
-            self.owner.last_report = Report(tuple(self.transfers))
+            self.owner.last_report = Report(tuple(self.transfers), self.session.kept())
             if self.parent.state == "broken":
                 self.session.process.kill()
             else:
@@ -651,6 +740,9 @@ class _Call:
         self.transfers, self.inputs, self.results = [], {}, {}
         self.session.handles.catch_up()
         self.seq = self.parent.begin(self.owner._max_result_bytes)
+        self.session.functions[self.seq] = self.function
+        if self.function == "zcx.lease":
+            self.parent.lease()
         if self.wanted_cancel:
             raise Cancelled(f"{self.owner.name}.{self.function} was cancelled before it ran")
         indices: dict[int, list[int]] = {}  # transfer id: looks

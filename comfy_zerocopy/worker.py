@@ -62,6 +62,7 @@ def _lease(number: int, held: Any) -> None:
 
 _exposed["zcx.lease"] = _lease  # no Python function has such a name
 _exposed["zcx.unlease"] = lambda number: _leased.pop(number, None) and None
+_exposed["zcx.collect"] = lambda: gc.collect() and None  # before the parent calls something kept that is only an old cycle
 
 
 def cancelled() -> bool:

@@ -224,6 +224,14 @@ static PyObject *parent_begin(PyObject *self, PyObject *limit) {
     return r ? failed(self, r, &err) : PyLong_FromUnsignedLongLong(seq);
 }
 
+static PyObject *parent_lease(PyObject *self, PyObject *unused) {
+    (void)unused;
+    struct zcx_err err = {0};
+    int r = zcx_parent_lease(session_of(self), &err);
+    if (r) return failed(self, r, &err);
+    Py_RETURN_NONE;
+}
+
 static PyObject *parent_lend_pool(PyObject *self, PyObject *args) {
     unsigned index;
     unsigned long long ptr, nbytes, stream;
@@ -407,10 +415,37 @@ static PyObject *parent_stats(PyObject *self, PyObject *unused) {
     Py_BEGIN_ALLOW_THREADS
     zcx_parent_stats(session_of(self), &s);
     Py_END_ALLOW_THREADS
-    return Py_BuildValue("{sKsKsKsKsKsKsKsK}", "calls", (unsigned long long)s.calls, "transfers", (unsigned long long)s.transfers, "kept",
-                         (unsigned long long)s.kept, "quarantined", (unsigned long long)s.quarantined, "kept_bytes", (unsigned long long)s.kept_bytes,
-                         "result_bytes", (unsigned long long)s.result_bytes_taken, "warm_bytes", (unsigned long long)s.result_bytes_warm,
-                         "input_bytes", (unsigned long long)s.input_bytes);
+    return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsK}", "calls", (unsigned long long)s.calls, "transfers", (unsigned long long)s.transfers, "kept",
+                         (unsigned long long)s.kept, "kept_bytes", (unsigned long long)(s.kept_host_bytes + s.kept_device_bytes),
+                         "kept_device_bytes", (unsigned long long)s.kept_device_bytes, "leased", (unsigned long long)s.leased, "leased_bytes",
+                         (unsigned long long)s.leased_bytes, "quarantined", (unsigned long long)s.quarantined, "result_bytes",
+                         (unsigned long long)s.result_bytes_taken, "warm_bytes", (unsigned long long)s.result_bytes_warm, "input_bytes",
+                         (unsigned long long)s.input_bytes);
+}
+
+static PyObject *parent_kept(PyObject *self, PyObject *unused) {
+    (void)unused;
+    struct zcx_kept *rows = NULL;
+    size_t room = 0, n;
+    for (;;) { /* another thread may hear of a release in between */
+        Py_BEGIN_ALLOW_THREADS
+        n = zcx_parent_kept(session_of(self), rows, room);
+        Py_END_ALLOW_THREADS
+        if (n <= room) break;
+        free(rows);
+        room = n;
+        rows = calloc(room, sizeof *rows);
+        if (!rows) return PyErr_NoMemory();
+    }
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; list && i < n; i++) {
+        PyObject *row = Py_BuildValue("(KiKK)", (unsigned long long)rows[i].seq, rows[i].ordinal, (unsigned long long)rows[i].count,
+                                      (unsigned long long)rows[i].nbytes);
+        if (!row) Py_CLEAR(list);
+        else PyList_SetItem(list, (Py_ssize_t)i, row);
+    }
+    free(rows);
+    return list;
 }
 
 static PyObject *parent_reclaim(PyObject *self, PyObject *unused) {
@@ -455,6 +490,7 @@ static PyMethodDef parent_methods[] = {
     {"limit", parent_limit, METH_O, "limit(index) -> bytes: the largest allocation that is sure to be importable"},
     {"prove", parent_prove, METH_VARARGS, "prove(index, PROVE_POOL | PROVE_WINDOWS): ('proved', index, failed, reason) follows"},
     {"begin", parent_begin, METH_O, "begin(max_result_bytes | None) -> seq"},
+    {"lease", parent_lease, METH_NOARGS, "lease(): after begin(); what this call lends is meant to be kept, and counted apart"},
     {"lend_pool", parent_lend_pool, METH_VARARGS, "lend_pool(index, ptr, nbytes, stream, owner) -> id"},
     {"lend_shared", parent_lend_shared, METH_VARARGS, "lend_shared(address, nbytes, owner) -> id | None"},
     {"lend_copies", parent_lend_copies, METH_O, "lend_copies([(address, nbytes), …]) -> [id, …]"},
@@ -470,6 +506,7 @@ static PyMethodDef parent_methods[] = {
     {"bye", parent_bye, METH_NOARGS, "bye()"},
     {"shutdown", parent_shutdown, METH_NOARGS, "shutdown(): cut the connection; any thread"},
     {"stats", parent_stats, METH_NOARGS, "stats() -> dict; any thread"},
+    {"kept", parent_kept, METH_NOARGS, "kept() -> [(seq, ordinal or -1 for the host, count, nbytes)] of what is kept without a lease; any thread"},
     {"reclaim", parent_reclaim, METH_NOARGS, "reclaim() -> bytes given back; any thread"},
     {"rest", parent_rest, METH_NOARGS, "rest(): nobody calls now; gives back all that is kept only for speed"},
     {"fileno", parent_fileno, METH_NOARGS, "fileno() -> the socket"},

@@ -87,6 +87,8 @@ uint64_t zcx_parent_limit(const struct zcx_parent *p, unsigned pool);
 
 /* A call: begin, lend, send, step until RESULT/ERROR/IMPORT_REFUSED, take results, end. */
 int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *seq, struct zcx_err *err);
+/* After begin: what this call lends is lent so that the worker keeps it. It is counted apart. */
+int zcx_parent_lease(struct zcx_parent *p, struct zcx_err *err);
 
 /* Lend device memory of `pool` at [ptr, ptr + nbytes). `stream` is where READY is posted for this device (one per device and
  * call: the first one given counts; a stream that captures is refused with -ZCX_E_UNFIT). */
@@ -140,9 +142,15 @@ int zcx_parent_idle(struct zcx_parent *p);
 void zcx_parent_free(struct zcx_parent *p); /* owners must have been drained */
 
 struct zcx_parent_stats {
-    uint64_t transfers, kept, quarantined, kept_bytes, result_bytes_taken, result_bytes_warm, input_bytes, calls;
+    uint64_t transfers, quarantined, result_bytes_taken, result_bytes_warm, input_bytes, calls;
+    uint64_t kept, kept_host_bytes, kept_device_bytes; /* nobody asked for it: the worker's code has not let go */
+    uint64_t leased, leased_bytes;                     /* kept because of zcx_parent_lease */
 };
 void zcx_parent_stats(struct zcx_parent *p, struct zcx_parent_stats *out); /* any thread */
+/* What is kept and not leased, by the call that lent it and the place: writes up to `room` rows, oldest first (a call can have several of
+ * one place), and returns how many there are. Any thread. */
+struct zcx_kept { uint64_t seq, count, nbytes; int ordinal /* -1: host */; };
+size_t zcx_parent_kept(struct zcx_parent *p, struct zcx_kept *out, size_t room);
 uint64_t zcx_parent_reclaim(struct zcx_parent *p); /* any thread: gives warm ranges back; bytes */
 void zcx_parent_rest(struct zcx_parent *p); /* nobody calls now: gives back all that is kept only for speed */
 

@@ -41,6 +41,7 @@ struct transfer *zcx_transfer_add(struct zcx_parent *p, struct transfer t) {
     pthread_mutex_lock(&p->lock);
     t.id = t.wire.id = p->next_id++;
     t.seq = p->seq;
+    t.leased = p->leasing;
     t.state = LENT;
     p->transfers[p->ntransfers++] = t;
     pthread_mutex_unlock(&p->lock);

@@ -121,10 +121,17 @@ int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *
     p->result_limit = max_result_bytes;
     p->result_bytes = 0;
     p->result_count = 0;
+    p->leasing = 0;
     p->wanted_request = 0;
     p->deadline = INT64_MAX;
     p->state = ZCX_PREPARING;
     *seq = p->seq;
+    return 0;
+}
+
+int zcx_parent_lease(struct zcx_parent *p, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_PREPARING, "a lease", err);
+    p->leasing = 1;
     return 0;
 }
 
@@ -611,15 +618,42 @@ void zcx_parent_stats(struct zcx_parent *p, struct zcx_parent_stats *out) {
     s.transfers = p->ntransfers;
     for (size_t i = 0; i < p->ntransfers; i++) {
         const struct transfer *t = &p->transfers[i];
-        s.kept += t->state == KEPT;
         s.quarantined += t->state == QUARANTINED;
-        if (t->state != LENT) s.kept_bytes += t->wire.nbytes;
+        if (t->state != KEPT) continue;
+        if (t->leased) {
+            s.leased++;
+            s.leased_bytes += t->wire.nbytes;
+        } else {
+            s.kept++;
+            *(t->wire.rung == ZCX_RUNG_HOST ? &s.kept_host_bytes : &s.kept_device_bytes) += t->wire.nbytes;
+        }
     }
     for (const struct segment *g = p->segments; g; g = g->next)
         if (g->kind == ZCX_SHM_INPUT) s.input_bytes += zcx_shm_size(g->file);
     zcx_shm_usage(p->results, &s.result_bytes_taken, &s.result_bytes_warm);
     pthread_mutex_unlock(&p->lock);
     *out = s;
+}
+
+size_t zcx_parent_kept(struct zcx_parent *p, struct zcx_kept *out, size_t room) {
+    size_t n = 0;
+    struct zcx_kept last = {0};
+    if (p->creator != getpid()) return 0;
+    pthread_mutex_lock(&p->lock);
+    for (size_t i = 0; i < p->ntransfers; i++) {
+        const struct transfer *t = &p->transfers[i];
+        if (t->state != KEPT || t->leased) continue;
+        int ordinal = t->wire.rung == ZCX_RUNG_HOST ? -1 : zcx_pool_ordinal(p->pools[t->wire.pool].pool);
+        if (!n || last.seq != t->seq || last.ordinal != ordinal) {
+            last = (struct zcx_kept){.seq = t->seq, .ordinal = ordinal};
+            n++;
+        }
+        last.count++;
+        last.nbytes += t->wire.nbytes;
+        if (n <= room) out[n - 1] = last;
+    }
+    pthread_mutex_unlock(&p->lock);
+    return n;
 }
 
 void zcx_parent_rest(struct zcx_parent *p) {

@@ -19,6 +19,7 @@ struct transfer {
     uint64_t id, seq;
     enum transfer_state state;
     int keeps;                  /* named as kept by RESULT or ERROR */
+    int leased;                 /* if it is kept, somebody asked for that */
     struct zcx_buffer wire;
     zcu_ptr ptr;                /* device: the first byte lent */
     void *owner;
@@ -75,6 +76,7 @@ struct zcx_parent {
     uint64_t seq, next_id, next_segment;
     uint64_t result_limit, result_bytes;
     uint32_t result_count;
+    int leasing;                    /* what this call lends is meant to be kept */
     struct call_gate gates[ZCX_MAX_DEVICES];
     unsigned ngates;
     struct zcx_msg msg;             /* the last one received; freed at the next step */

@@ -89,10 +89,12 @@ def test_a_traceback_keeps_nothing(worker):
 def test_lease_keeps_it_for_as_long_as_it_is_open(worker):
     x = np.ones(5000)
     with worker.lease({"a": [x]}):
-        assert kept(worker) == 1
+        status = worker.status()
+        assert (status["leased"], status["leased_bytes"], status["kept"], status["kept_bytes"]) == (1, x.nbytes, 0, 0)
         worker.call("nothing", x)
-        assert kept(worker) == 1
-    until(lambda: kept(worker) == 0)
+        assert worker.status()["leased"] == 1
+    until(lambda: worker.status()["leased"] == 0)
+    assert worker.status()["transfers"] == 0
 
 
 def test_a_lease_ends_quietly_with_its_worker(worker):
@@ -100,7 +102,7 @@ def test_a_lease_ends_quietly_with_its_worker(worker):
         worker.kill()
         until(lambda: not worker.alive)
     worker.call("nothing", 1)
-    assert kept(worker) == 0
+    assert worker.status()["leased"] == 0
     with worker.lease(np.ones(10)):
         worker.close()
 

@@ -164,7 +164,7 @@ def test_what_help_shows() -> None:
     for word in ("last_report", "on_progress", "name", "pid"):
         assert word in (zcx.Worker.__doc__ or "")
     assert zcx.Transfer("input", 1, "host", True, "x") in zcx.Report((zcx.Transfer("input", 1, "host", True, "x"),)).transfers
-    keys = {"calls", "transfers", "kept", "kept_bytes", "quarantined", "result_bytes", "warm_bytes", "input_bytes", "handles"}
+    keys = {"calls", "transfers", "kept", "kept_bytes", "kept_device_bytes", "leased", "leased_bytes", "quarantined", "result_bytes", "warm_bytes", "input_bytes", "handles"}
     with zcx.Worker(WORKERS / "plain.py") as w:
         w.call("echo", 1)
         assert set(w.status()) - keys <= {"name", "pid", "alive", "state", "pools", "windows"} and keys <= set(w.status())
