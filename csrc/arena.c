@@ -609,18 +609,16 @@ static void arena_end(struct zcx_arena *a) {
     struct zcx_slab *idle;
     struct zcx_scope s;
     int64_t until = 0;
-    int pending;
+    int pending, opened = zcx_scope_open(&s, a->ordinal, NULL) == 0;
 
-    if (zcx_scope_open(&s, a->ordinal, NULL)) return;
     pthread_mutex_lock(&a->lock);
-    while (a->first && wait_for_some(a, s.d, &until, NULL) > 0) {}
+    while (opened && a->first && wait_for_some(a, s.d, &until, NULL) > 0) {}
     pending = a->first != NULL;
     idle = cull(a, 0);
     pthread_mutex_unlock(&a->lock);
     drop_all(idle);
-    if (!pending)
-        for (uint32_t i = 0; i < a->nevents; i++) s.d->EventDestroy(a->events[i]);
-    zcx_scope_close(&s);
+    for (uint32_t i = 0; opened && !pending && i < a->nevents; i++) s.d->EventDestroy(a->events[i]);
+    if (opened) zcx_scope_close(&s);
     if (pending) return;
     pthread_mutex_destroy(&a->lock);
     free(a);
