@@ -9,7 +9,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "sim.h"
+#include "session.h"
 
 #define AFTER_THE_CALL_NS 2000
 #define POLL_FIRST_NS 20000
@@ -113,6 +113,11 @@ void sim_submit(struct stream *s, struct op *op) {
 void sim_set_fault(int code, const char *why, zcu_ptr at) {
     if (!sim.fault) fprintf(stderr, "simcuda: fault %d: %s at 0x%llx\n", code, why, at);
     __atomic_store_n(&sim.fault, code, __ATOMIC_RELEASE);
+    /* What is queued will never run: not after this process's death either. */
+    sim_session_lock();
+    for (const struct stream *s = sim.streams; s; s = s->next)
+        if (s->slot >= 0) session->work[s->slot].count = 0;
+    sim_session_unlock();
     pthread_cond_broadcast(&sim.progress);
 }
 
