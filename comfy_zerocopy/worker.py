@@ -487,6 +487,11 @@ def main(arguments: list[str]) -> None:
     faulthandler.enable(all_threads=False)  # a crash says where: WorkerDied shows the last lines of stderr
     sock_fd, control_fd, live_fd = map(int, arguments[:3])
     target = arguments[3]
+    # Linux lets go of what an ending process had open from the highest number down (seen on 6.18). The pipe must not end before the
+    # driver's descriptors are gone, so it lies below all that is opened later; in every fork too.
+    live_fd, other = sorted((live_fd, os.dup(live_fd)))
+    os.close(other)
+    os.set_inheritable(live_fd, True)
     for fd in (sock_fd, control_fd):  # handed over; nothing that this process starts may hold them (live_fd it must hold)
         os.set_inheritable(fd, False)
     sys.argv = [target]

@@ -890,3 +890,29 @@ print('failed', failed, 'left', len(children()), flush=True)
 """)
     out, err = p.communicate(timeout=40)
     assert re.fullmatch(r"failed ([5-9]|[1-3]\d) left 0", out.strip()), (out, err)
+
+
+def test_the_liveness_pipe_lies_below_what_is_opened_later(start, tmp_path):
+    """What an ending process had open is let go of from the highest number down: the driver's descriptors before the pipe."""
+    (tmp_path / "numbers.py").write_text("""
+import os
+from comfy_zerocopy.worker import expose
+
+@expose
+def numbers():
+    pipes = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2 and link(fd).startswith("pipe:")]
+    return pipes, os.open("/dev/null", os.O_RDONLY)
+
+def link(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # the folder's own
+        return ""
+""")
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(30)]  # so that what is handed over has a high number
+    try:
+        pipes, later = start(tmp_path / "numbers.py").call("numbers")
+    finally:
+        for fd in held:
+            os.close(fd)
+    assert len(pipes) == 1 and pipes[0] < later, (pipes, later)

@@ -77,6 +77,7 @@ void work_executed(const struct stream *s, uint64_t number) {
     sim_session_lock();
     struct stream_work *q = &session->work[s->slot];
     while (q->count && q->ring[q->first].number <= number) drop_first(q);
+    hb_join(&q->clock, &s->clock); /* with what a wait brought */
     sim_session_unlock();
 }
 
