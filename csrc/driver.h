@@ -131,8 +131,8 @@ void zcx_scope_close(struct zcx_scope *s);
 #define zcx_cu(err, name, result) zcx_cu_at((err), __FILE__, __LINE__, (name), (result))
 int zcx_cu_at(struct zcx_err *err, const char *file, int line, const char *name, int result);
 
-/* What a pointer is. `pool` first: memory of a pool may show handle types too. Then `legacy_ipc` (cuMemAlloc), and what is left
- * is VMM memory: with handle types it can be exported (cuMemRetainAllocationHandle), without it cannot leave the process.
+/* What a pointer is. `pool` first: memory of a pool may show handle types too. Then `legacy_ipc` (cuMemAlloc), and what is
+ * left is VMM memory: with handle types it can be exported (cuMemRetainAllocationHandle), without it cannot leave the process.
  * There `base` and `size` are of one mapping; a tensor may reach over several. */
 struct zcx_ptr_info {
     zcu_ptr base;           /* start of the allocation */

@@ -3,76 +3,7 @@
  * What it shares with a card is in conformance.c. */
 // sources: csrc/driver.c csrc/err.c
 // needs: simcuda
-#include "cases.h"
-
-#include <sys/mman.h>
-#include <time.h>
-
-#define MIB (1ull << 20)
-#define GIVES(code, call)                                                                               \
-    do {                                                                                                \
-        int result_ = (call);                                                                           \
-        CHECK(result_ == (code), "%s gave %s", #call, zcx_driver_error_name(result_));                  \
-    } while (0)
-#define OK(call) GIVES(ZCU_SUCCESS, call)
-
-static const struct zcx_driver *d;
-static zcu_stream st, other;
-static uint64_t *page;      /* counters; mapped before the peer is forked */
-static zcu_ptr counters;
-
-static struct {
-    int (*hold)(zcu_stream), (*step)(zcu_stream, int), (*release)(zcu_stream), (*spin)(zcu_stream, uint64_t);
-    long (*pending)(zcu_stream), (*injected)(void), (*count)(const char *), (*races)(void);
-    void (*fail)(const char *), (*fault)(int);
-} sim;
-
-static void open_sim(void) {
-    struct zcx_err err = {0};
-    zcu_ctx ctx;
-    CHECK(zcx_driver_open(&d, &err) == 0, "%s", err.text);
-    *(void **)&sim.hold = library_symbol("simcuda_hold");
-    *(void **)&sim.step = library_symbol("simcuda_step");
-    *(void **)&sim.release = library_symbol("simcuda_release");
-    *(void **)&sim.spin = library_symbol("simcuda_spin");
-    *(void **)&sim.pending = library_symbol("simcuda_pending");
-    *(void **)&sim.injected = library_symbol("simcuda_injected");
-    *(void **)&sim.count = library_symbol("simcuda_count");
-    *(void **)&sim.races = library_symbol("simcuda_races");
-    *(void **)&sim.fail = library_symbol("simcuda_fail");
-    *(void **)&sim.fault = library_symbol("simcuda_fault");
-    OK(d->DevicePrimaryCtxRetain(&ctx, 0));
-    OK(d->CtxPushCurrent(ctx));
-    OK(d->StreamCreate(&st, ZCU_STREAM_NON_BLOCKING));
-    OK(d->StreamCreate(&other, ZCU_STREAM_NON_BLOCKING));
-    if (!page) return;
-    OK(d->MemHostRegister(page, 4096, ZCU_MEMHOSTREGISTER_DEVICEMAP));
-    OK(d->MemHostGetDevicePointer(&counters, page, 0));
-}
-
-static void page_new(void) {
-    page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(page != MAP_FAILED);
-}
-
-static zcu_pool pool_new(void) {
-    zcu_pool_props props = {.alloc_type = ZCU_MEM_ALLOCATION_TYPE_PINNED,
-                            .handle_types = ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-                            .location = {ZCU_MEM_LOCATION_TYPE_DEVICE, 0}};
-    uint64_t threshold = UINT64_MAX;
-    zcu_pool pool;
-    OK(d->MemPoolCreate(&pool, &props));
-    OK(d->MemPoolSetAttribute(pool, ZCU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &threshold));
-    return pool;
-}
-
-static zcu_ptr alloc(zcu_pool pool, uint64_t n) {
-    zcu_ptr p;
-    OK(d->MemAllocFromPoolAsync(&p, n, pool, st));
-    return p;
-}
-
-static unsigned char peek(zcu_ptr p) { return *(volatile unsigned char *)(uintptr_t)p; }
+#include "simcuda.h"
 
 /* ---- order and failures on demand ---- */
 
@@ -135,7 +66,7 @@ CASE(a_free_poisons_when_it_is_executed) {
 CASE(a_long_kernel_keeps_its_stream_busy) {
     page_new();
     open_sim();
-    CHECK(sim.spin(st, 20000) == 0);
+    CHECK(sim.spin(st, 200000) == 0);
     OK(d->StreamWriteValue64(st, counters, 1, 0));
     OK(d->StreamWriteValue64(other, counters + 64, 1, 0));
     OK(d->StreamSynchronize(other));
@@ -286,7 +217,7 @@ CASE(another_stream_waits_for_the_free_that_it_needs) {
 /* ---- a peer that has an import, and what it does with it on command ---- */
 
 struct order {
-    enum { READ, WRITE, WAIT, POST, UNIMPORT, SIDE_WRITE, SYNC, ALL_OF_IT, RECORD } what;
+    enum { READ, WRITE, WAIT, POST, UNIMPORT, SIDE_WRITE, SYNC, ALL_OF_IT, RECORD, FORK } what;
     zcu_pool_blob blob;
     zcu_ipc_event event;
 };
@@ -301,6 +232,7 @@ static void obey(int sock) {
     zcu_ptr p;
     zcu_event e;
     unsigned char byte;
+    pid_t child;
     int fd = peer_recv(sock, &o, sizeof o);
     open_sim();
     OK(d->MemPoolImportFromShareableHandle(&pool, (void *)(intptr_t)fd, ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
@@ -320,6 +252,13 @@ static void obey(int sock) {
             while (sim.pending(other)) usleep(100); /* done, but nobody was told */
             break;
         case SYNC: OK(d->StreamSynchronize(st)); break;
+        case FORK:
+            CHECK((child = fork()) >= 0);
+            if (child) break;
+            alarm(CASE_SECONDS);
+            close(sock);
+            while (!__atomic_load_n(&page[16], __ATOMIC_ACQUIRE)) usleep(100);
+            _exit(0);
         case RECORD:
             OK(d->IpcOpenEventHandle(&e, o.event));
             OK(d->EventRecord(e, st));
@@ -478,6 +417,18 @@ CASE(what_the_dead_did_is_over) {
     CHECK(sim.races() == 0);
 }
 
+CASE(but_not_while_a_child_of_theirs_lives) {
+    struct peer peer;
+    zcu_ptr p = lend(&peer);
+    order_peer(&peer, FORK);
+    kill(peer.pid, SIGKILL);
+    CHECK(peer_end(&peer) == 128 + SIGKILL);
+    OK(d->MemFreeAsync(p, st));
+    OK(d->StreamSynchronize(st));
+    CHECK(sim.races() == 1, "it has the memory imported");
+    __atomic_store_n(&page[16], 1, __ATOMIC_RELEASE);
+}
+
 /* READY was posted long ago, and the hosts taken together know it; but this importer's never asked. */
 static void read_after(int wait, long races) {
     struct peer peer;
@@ -538,13 +489,6 @@ CASE(a_record_behind_the_dead_hangs) {
     CHECK(sim.pending(st) == 1);
 }
 
-/* Each in a session of its own: races are counted in it. */
-#define ALONE(test)                                                            \
-    do {                                                                       \
-        setenv("SIMCUDA_SESSION", #test, 1);                                   \
-        RUN(test);                                                             \
-    } while (0)
-
 int main(void) {
     ALONE(a_held_stream_goes_one_step_at_a_time);
     ALONE(a_step_that_is_not_ready_times_out);
@@ -569,6 +513,7 @@ int main(void) {
     ALONE(a_use_after_the_free_is_a_race);
     ALONE(a_free_on_the_wrong_stream_is_a_race);
     ALONE(what_the_dead_did_is_over);
+    ALONE(but_not_while_a_child_of_theirs_lives);
     ALONE(a_wait_that_is_missing_is_a_race_to_the_blind);
     ALONE(a_wait_is_enough_for_the_blind);
     ALONE(events_and_barriers_order);

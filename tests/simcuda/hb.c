@@ -27,7 +27,7 @@ int hb_slot_take(void) {
     if (found >= 0) {
         session->clocks[found].taken = true;
         session->clocks[found].owner = sim_self();
-        session->work[found].count = 0;
+        memset(&session->work[found], 0, offsetof(struct stream_work, ring));
     }
     sim_session_unlock();
     return found;
@@ -74,7 +74,7 @@ void hb_begin(struct stream *s, struct op *op) {
     if (s->slot < 0) return;
     sim_session_lock();
     s->clock.at[s->slot] = ++session->clocks[s->slot].tick;
-    session->work[s->slot].clock = s->clock;
+    hb_join(&session->work[s->slot].clock, &s->clock);
     sim_session_unlock();
 }
 

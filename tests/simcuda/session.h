@@ -58,9 +58,12 @@ struct work {
     uint64_t value;
     unsigned char byte;
     int64_t until;
-    struct clock clock;
 };
-struct stream_work { uint32_t first, count; struct clock clock; struct work ring[SESSION_WORK]; };
+struct stream_work {
+    uint32_t first, count;
+    struct clock clock;      /* of what was executed, and what the host knew at the last submission */
+    struct work ring[SESSION_WORK];
+};
 
 struct session {
     uint64_t magic;

@@ -34,7 +34,6 @@ static void describe(struct work *w, const struct op *op) {
     w->number = op->number;
     w->value = op->value;
     w->byte = op->byte;
-    w->clock = op->clock;
     switch (op->kind) {
     case OP_SET:
     case OP_COPY:
@@ -63,13 +62,14 @@ void work_queued(const struct stream *s, const struct op *op) {
     if (q->count < SESSION_WORK) {
         describe(&q->ring[(q->first + q->count) % SESSION_WORK], op);
         q->count++;
+        hb_join(&q->clock, &op->clock);
     }
     sim_session_unlock();
 }
 
 static void drop_first(struct stream_work *q) {
-    q->first = (q->first + 1) % SESSION_WORK;
     q->count--;
+    q->first = q->count ? (q->first + 1) % SESSION_WORK : 0;
 }
 
 void work_executed(const struct stream *s, uint64_t number) {
@@ -154,7 +154,6 @@ static bool take(int slot, struct stream *as, struct work *out) {
         drop_first(q);
         as->slot = slot;
         as->clock = q->clock;
-        hb_join(&as->clock, &out->clock);
         as->clock.at[slot] = ++session->clocks[slot].tick;
         q->clock = as->clock;
         taken = true;
