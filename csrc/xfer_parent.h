@@ -59,7 +59,7 @@ struct zcx_parent {
     struct zcx_sock sock;
     int control, gone;
     pid_t creator;
-    enum zcx_session_state state;
+    _Atomic(enum zcx_session_state) state; /* written by the driving thread; zcx_parent_drop_handle looks at it from any */
     struct zcx_files *files;
     struct zcx_gate *gate;
     struct zcx_shm *results;
@@ -73,7 +73,8 @@ struct zcx_parent {
     struct proof proof;
     char proof_reason[256];         /* of the last one: events borrow it */
 
-    uint64_t seq, next_id, next_segment;
+    _Atomic uint64_t seq;           /* written by the driving thread; statistics read it from any */
+    uint64_t next_id, next_segment;
     uint64_t result_limit, result_bytes;
     uint32_t result_count;
     int leasing;                    /* what this call lends is meant to be kept */
