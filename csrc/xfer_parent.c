@@ -147,8 +147,9 @@ int zcx_parent_send(struct zcx_parent *p, const void *tree, size_t tree_bytes, i
             if (r) return r;
         }
     size_t fixed = 8 + p->ngates * ZCX_GATE_REF_BYTES + nbuffers * ZCX_BUFFER_BYTES;
-    unsigned char *gates = malloc(2 * fixed), *head = gates + fixed;
+    unsigned char *gates = malloc(2 * fixed), *head;
     if (!gates) return zcx_fail(err, ENOMEM, "no memory for the call's %zu buffers", nbuffers);
+    head = gates + fixed;
     for (unsigned i = 0; i < p->ngates; i++) {
         r = zcx_call_gate_ready(p, &p->gates[i], err);
         if (r) goto free_head;
