@@ -58,8 +58,8 @@ struct zcx_worker {
     int kick;                    /* eventfd: something was dropped while the main thread waits */
     struct zcx_gate *gate;
     struct device devices[ZCX_MAX_DEVICES]; /* by the pool's index on the wire; pool NULL: refused or never offered */
-    struct segment *segments;
-    uint64_t seq;                /* of the call under way or the last one */
+    struct segment *segments;    /* under the lock: a thread that asks for a result receives, while another maps an input */
+    _Atomic uint64_t seq;        /* of the call under way or the last one; zcx_worker_progress reads it from any thread */
     int in_call;                 /* results can be asked for; under rpc */
     struct zcx_msg msg;
     int has_msg;
@@ -67,7 +67,7 @@ struct zcx_worker {
     uint64_t request;
     uint64_t *dropped;           /* handles that the parent let go of while an answer was awaited: next() tells of them */
     size_t ndropped, cdropped;
-    pthread_mutex_t lock;        /* over the imports */
+    pthread_mutex_t lock;        /* over the imports and segments */
     struct zcx_import *imports;
 };
 
@@ -222,19 +222,32 @@ static int take_segment(struct zcx_worker *w, struct zcx_err *err) {
         free(s);
         return r;
     }
+    pthread_mutex_lock(&w->lock);
     s->next = w->segments;
     w->segments = s;
+    pthread_mutex_unlock(&w->lock);
     return 0;
 }
 
 static void drop_segment(struct zcx_worker *w, uint64_t id) {
-    for (struct segment **at = &w->segments, *s; (s = *at); at = &s->next)
-        if (s->id == id) {
-            *at = s->next;
-            zcx_shm_unref(s->file);
-            free(s);
-            return;
-        }
+    struct segment **at, *s;
+    pthread_mutex_lock(&w->lock);
+    for (at = &w->segments; (s = *at) && s->id != id; at = &s->next) {}
+    if (s) *at = s->next;
+    pthread_mutex_unlock(&w->lock);
+    if (!s) return;
+    zcx_shm_unref(s->file);
+    free(s);
+}
+
+/* With a reference for the caller; NULL: there is none of this id. */
+static struct zcx_shm *segment_of(struct zcx_worker *w, uint64_t id) {
+    struct segment *s;
+    pthread_mutex_lock(&w->lock);
+    for (s = w->segments; s && s->id != id; s = s->next) {}
+    struct zcx_shm *file = s ? zcx_shm_ref(s->file) : NULL;
+    pthread_mutex_unlock(&w->lock);
+    return file;
 }
 
 static int take_event(struct zcx_worker *w, struct zcx_err *err) {
@@ -424,9 +437,9 @@ int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_
     i->seq = w->seq;
     i->ordinal = -1;
     if (b->rung == ZCX_RUNG_HOST) {
-        struct segment *s;
-        for (s = w->segments; s && s->id != b->key; s = s->next) {}
-        r = s ? zcx_shm_map(s->file, b->offset, b->nbytes, &i->address, err) : zcx_fail(err, ZCX_E_PROTOCOL, "a buffer in an unknown segment");
+        struct zcx_shm *file = segment_of(w, b->key);
+        r = file ? zcx_shm_map(file, b->offset, b->nbytes, &i->address, err) : zcx_fail(err, ZCX_E_PROTOCOL, "a buffer in an unknown segment");
+        zcx_shm_unref(file);
     } else if (b->rung == ZCX_RUNG_POOL && b->pool < ZCX_MAX_DEVICES && w->devices[b->pool].pool) {
         struct zcx_export e = {.buffer_id = b->key, .alloc_bytes = b->alloc_bytes, .offset = b->offset, .window = b->window};
         zcu_ptr base;
