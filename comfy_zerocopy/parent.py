@@ -11,6 +11,7 @@ import atexit
 import collections
 import concurrent.futures
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -660,7 +661,7 @@ def _failed(failure: Any) -> Exception:
         if failure.cuda == 2:
             return _out_of_memory(str(failure))
         return CudaError(failure.call, failure.cuda, failure.name)
-    if failure.code == 12:  # ENOMEM
+    if failure.code in (errno.ENOMEM, errno.ENOSPC):  # shared memory has either reason
         return MemoryError(str(failure))
     return Error(str(failure))
 
@@ -697,6 +698,8 @@ class _Call:
         self.avoid: dict[int, str] = {}  # index of a look: why it must take the host rung
         self.wanted_cancel = False
         self.sent = False  # the worker may have begun with it
+        self.over = self.replaced = False  # replaced: it was cancelled and did not stop, so that its worker was ended
+        self._ending = threading.Lock()  # over both
 
     @property
     def parent(self) -> Any:
@@ -712,6 +715,10 @@ class _Call:
                     raise _died(self.owner, self.session, None, "idle")
                 return self._run(encoder, first)
         finally:
+            with self._ending:
+                self.over = True
+            if self.replaced and self.owner._session is self.session:  # its answer may have come at that very moment
+                self.owner._session = None
             if not self.sent:
                 encoder.abandon()
 
@@ -725,7 +732,8 @@ class _Call:
                 self.sent = False
         except _native.zcx().Failure as failure:
             if self.parent.state == "broken":
-                raise _died(self.owner, self.session, failure, "running") from None
+                died = _died(self.owner, self.session, failure, "running")
+                raise (self._not_stopped() if self.replaced else died) from None
             raise _failed(failure) from None
         finally:
             self.parent.end()
@@ -898,14 +906,27 @@ class _Call:
         return True
 
     def cancel(self) -> None:
-        """From another thread."""
+        """From another thread. A worker that does not stop within the grace is replaced."""
         self.wanted_cancel = True
         parent = self.parent
         if self.seq and parent is not None:
             try:
                 parent.cancel(self.seq)
             except _native.zcx().Failure:
-                pass  # it is over
+                return  # it is over
+            mine = weakref.ref(self)  # a timer must not keep what was lent
+            process.keeper().do(lambda: process.keeper().later(_GRACE, lambda: (call := mine()) and call._enforce()))
+
+    def _enforce(self) -> None:
+        """Keeper's thread."""
+        with self._ending:
+            if not self.over:
+                self.replaced = self.session.pools.killed = True
+                self.session.process.kill()
+
+    def _not_stopped(self) -> Cancelled:
+        return Cancelled(f"{self.owner.name}.{self.function} was cancelled, and did not stop within {_GRACE} s: the worker was ended, and the "
+                         "next call starts another")
 
     def _on_event(self, event: tuple[Any, ...]) -> None:
         kind = event[0]

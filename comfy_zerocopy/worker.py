@@ -171,6 +171,7 @@ class _Worker:
         self.uploads = tensor.Uploads()  # GPU inputs that came as host bytes
         self.uploaded: list[tuple[int, int, int, int]] = []  # what it says of them
         self.speaks_torch = False  # an input of this call was a torch tensor, and this environment has no torch
+        self.encoder: tree.Encoder | None = None  # of the result, until it is sent
         self.own_results = ""  # why empty() gave this process's own memory
         self.lock = threading.Lock()
 
@@ -240,12 +241,27 @@ class _Worker:
             self.watch.answer(seq)
             self._settle()
             try:
-                self.session.finish(kind, code, transfer, body)
+                self._say(kind, code, transfer, body)
             except z.Failure as failure:
                 raise _Gone(str(failure)) from None
             finally:
                 kept.clear()
+                self.encoder = None
                 self.seq = 0
+
+    def _say(self, kind: int, code: int, transfer: int, body: bytes) -> None:
+        """The end of the call. A large answer needs a file; where this process can make none, it says that instead of ending."""
+        z = zcx()
+        try:
+            self.session.finish(kind, code, transfer, body)
+        except z.Failure as failure:
+            if failure.code not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC):
+                raise
+            if self.encoder is not None:
+                self.encoder.abandon()
+            text = f"the answer of {len(body)} bytes, tensors not counted, could not be sent: {failure}"
+            full = failure.code in (errno.ENOMEM, errno.ENOSPC)
+            self.session.finish(z.ERROR, z.FAILED_MEMORY if full else z.FAILED_EXCEPTION, 0, describe((MemoryError if full else OSError)(text)))
 
     def _run(self, data: bytes, kept: list[Any]) -> bytes:
         try:
@@ -299,7 +315,7 @@ class _Worker:
 
     def _encode(self, value: Any, kept: list[Any]) -> bytes:
         notes: dict[int, str] = {}  # result id: why it was copied
-        encoder = tree.Encoder((value, notes), "result", self.handles)
+        self.encoder = encoder = tree.Encoder((value, notes), "result", self.handles)
         try:
             return self._placed(encoder, kept, notes)
         except BaseException:

@@ -361,7 +361,7 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
             ev->kind = ZCX_EV_FAILED_START;
             return 0;
         }
-        if (h->type == ZCX_ERROR && result.code == ZCX_FAILED_GPU && h->seq == p->seq && p->state >= ZCX_CALLING)
+        if (h->type == ZCX_ERROR && result.code == ZCX_FAILED_GPU && h->seq <= p->seq && p->state >= ZCX_IDLE) /* also of a kept buffer's un-import */
             return zcx_fail(err, ZCX_E_DIED, "its work on the GPU failed: %.*s", (int)(result.tree_bytes < 160 ? result.tree_bytes : 160), (const char *)result.tree);
         if (!calling) return out_of_turn(p, h, err);
         r = keep(p, &result, err);

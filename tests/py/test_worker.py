@@ -472,6 +472,35 @@ def test_a_call_that_no_signal_reaches_costs_the_worker(start, monkeypatch):
     assert w.call("where")["pid"] != pid
 
 
+def test_a_cancel_that_no_signal_brings_costs_the_worker(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(parent, "_GRACE", 0.3)
+    w = start("plain")
+    pid, marker = w.call("where")["pid"], tmp_path / "deaf"
+    future = w.submit("deaf", str(marker))
+    until(marker.exists, "it runs")
+    assert future.cancel()
+    with pytest.raises(zcx.Cancelled, match=r"plain.deaf was cancelled, and did not stop within 0.3 s: the worker was ended"):
+        future.result(20)
+    assert ended(pid) and w.call("where")["pid"] != pid
+
+
+def test_a_cancel_in_time_costs_nothing(start, tmp_path, monkeypatch):
+    """The look after the grace finds that the call is over."""
+    monkeypatch.setattr(parent, "_GRACE", 0.05)
+    w = start("plain")
+    pid, marker, looked = w.call("where")["pid"], tmp_path / "naps", []
+    enforce = parent._Call._enforce
+    monkeypatch.setattr(parent._Call, "_enforce", lambda self: (looked.append(self.over), enforce(self)))
+    future = w.submit("nap", 60, str(marker))
+    until(marker.exists, "it runs")
+    call = future._call
+    future.cancel()
+    with pytest.raises(zcx.Cancelled, match="was cancelled$"):
+        future.result(20)
+    until(lambda: looked, "the grace is over")
+    assert looked == [True] and call.over and w.call("where")["pid"] == pid
+
+
 def test_a_call_that_swallows_the_cancel_is_cancelled_all_the_same(start, tmp_path):
     w = start("plain")
     pid = w.call("where")["pid"]
