@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         UnsupportedType,
         WorkerDied,
     )
-    from .parent import Report, Transfer, Worker, empty
+    from .ladder import empty
+    from .parent import Report, Transfer, Worker
     from .quota import Kept
     from .tree import handle, register
 
@@ -38,7 +39,7 @@ _ERRORS = (
 )
 _HOME = {
     **dict.fromkeys(("install", "status", "reclaim", "Status"), "_install"),
-    **dict.fromkeys(("Report", "Transfer", "Worker", "empty"), "parent"),
+    **dict.fromkeys(("Report", "Transfer", "Worker"), "parent"), "empty": "ladder",
     **dict.fromkeys(("register", "handle"), "tree"),
     "Kept": "quota",
     **dict.fromkeys(_ERRORS, "errors"),

@@ -96,6 +96,7 @@ class _Installation:
         self.driver: str | None = None
         self.devices: list[dict[str, Any]] = []
         self.pools: dict[int, Any] = {}
+        self.arenas: dict[int, Any] = {}  # None: the device has none
         self.gates: dict[int, threading.RLock] = {}  # per device: one thread at a time changes what is current
         self.displaced: dict[int, int] = {}  # ordinal: the pool that was current before ours
         self.hook: AfterImport | None = None
@@ -320,10 +321,13 @@ def status() -> Status:
 
 
 def reclaim() -> int:
-    """Give back all that can be given back; the bytes. Host memory kept warm for the next result goes; the GPU pools'
-    idle memory stays, because what was exported is not returned by a trim and would then be charged twice."""
+    """Give back all that can be given back; the bytes. Host memory kept warm for the next result goes, and the arenas' idle slabs;
+    the GPU pools' idle memory stays, because what was exported is not returned by a trim and would then be charged twice."""
     parent = _parent()
-    return int(parent.reclaim()) if parent is not None else 0
+    freed = int(parent.reclaim()) if parent is not None else 0
+    with _here.lock:
+        arenas = [a for a in _here.arenas.values() if a is not None]
+    return freed + sum(int(a.trim(True)[1]) for a in arenas)
 
 
 def pool_for(ordinal: int) -> Any:
@@ -347,6 +351,23 @@ def shareable_pool(ordinal: int) -> Any:
             except _Refused as refused:
                 raise Error(str(refused)) from None
         return _here.pool(ordinal)
+
+
+def arena_for(ordinal: int) -> Any:
+    """The device's arena (`_zcx.Arena`), one for the process, whatever the mode; None where there can be none. Opens the driver."""
+    with _here.lock:
+        if ordinal not in _here.arenas:
+            zcx = _native.zcx()
+            try:
+                _here.check_machine()
+                _here.arenas[ordinal] = zcx.Arena(ordinal)
+            except _Refused:
+                _here.arenas[ordinal] = None
+            except zcx.Failure as failure:
+                if failure.code not in (zcx.E_UNFIT, zcx.E_NODRIVER):
+                    raise
+                _here.arenas[ordinal] = None
+        return _here.arenas[ordinal]
 
 
 @contextlib.contextmanager

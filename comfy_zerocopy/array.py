@@ -2,10 +2,11 @@
 
 `Array` describes memory, on the host or on a GPU, that something else owns, and offers it through DLPack, the array
 interface and `__cuda_array_interface__`, so that any library can look at it without a copy. `DeviceMemory` is an allocation
-from one of our pools. Does not: compute, import torch or numpy, or choose how anything crosses.
+from one of our pools, `ArenaMemory` one from an arena. Does not: compute, import torch or numpy, or choose how anything crosses.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ class DeviceMemory:
 
     def __init__(self, pool: Any, nbytes: int, stream: int = 0) -> None:
         self.pool, self.nbytes, self.stream = pool, nbytes, stream
+        self.ordinal: int = pool.ordinal
         self.address = 0
         self.address = pool.alloc(max(nbytes, 1), stream)
 
@@ -78,6 +80,30 @@ class DeviceMemory:
             try:
                 self.pool.free(self.address, self.stream)
             except Exception:  # the context may be gone at the end of the process: then the memory is too
+                pass
+
+
+class ArenaMemory:
+    """`nbytes` of a `_zcx.Arena`, usable on any stream at once. When the last reference goes it is used again, or returned to the device,
+    behind all work that this process has queued by then. writable: may workers write to it."""
+
+    #: Called with an arena in which memory waits for that work, by whoever can look again later.
+    on_pending: Callable[[Any], None] | None = None
+
+    def __init__(self, arena: Any, nbytes: int, writable: bool) -> None:
+        self.arena, self.nbytes = arena, nbytes
+        self.ordinal: int = arena.ordinal
+        self.block = arena.take(max(nbytes, 1), writable)
+        self.address: int = self.block.address
+
+    def __del__(self) -> None:
+        if getattr(self, "block", None) is not None:
+            self.block = None
+            later = ArenaMemory.on_pending
+            try:
+                if self.arena.trim(False)[0] and later is not None:
+                    later(self.arena)
+            except Exception:  # at the end of the process
                 pass
 
 

@@ -6,6 +6,7 @@ is counted twice is not there. A check that fails demotes the rung it speaks for
 takes the next rung. docs/windows.md lists what is proved.
 
     pool      when a worker first meets a GPU tensor of a device (so that a worker for CPU tensors never gets a CUDA context)
+    vmm       the same for memory of the arena, mapped to be written and mapped to be read, when it is first lent
     windows   when an allocation above the driver's limit is first met. What it rests on is undocumented, so that a process
               of its own, which nobody needs, tries it before any worker does
 
@@ -25,6 +26,7 @@ from typing import Any
 from . import probe
 from ._native import zcx
 
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 SECONDS = 20.0  # for one check; on an idle GPU it takes a few milliseconds
 OPEN_SECONDS = 120.0  # for a worker to open the driver and a device: seconds, on a machine with many
 _log = logging.getLogger("comfy_zerocopy")
@@ -46,6 +48,8 @@ class Verdicts:
     def __init__(self) -> None:
         self.pools: dict[int, str] = {}
         self.windows: dict[int, str] = {}
+        self.slabs: dict[int, str] = {}
+        self.devices: dict[int, str] = {}  # whether the worker can use the device at all
         self.kills = 0  # checks in a row that SIGKILL ended
 
     def pardon(self, stuck: Stuck) -> None:
@@ -56,7 +60,7 @@ class Verdicts:
             stuck.demoted.pop(stuck.ordinal, None)
 
     def status(self) -> dict[str, dict[int, str]]:
-        return {name: {k: v or "proved" for k, v in found.items()} for name, found in (("pools", self.pools), ("windows", self.windows))}
+        return {name: {k: v or "proved" for k, v in found.items()} for name, found in (("pools", self.pools), ("windows", self.windows), ("vmm", self.slabs))}
 
 
 class Pools(Verdicts):
@@ -69,25 +73,56 @@ class Pools(Verdicts):
         self.name, self.demoted = name, demoted
         self.pools.update(demoted.pools)
         self.windows.update(demoted.windows)
+        self.slabs.update(demoted.slabs)
+        self.devices.update(demoted.devices)
         self.unfinished = False  # an answer is still to come, for which nobody waits: the session cannot go on
         self.killed = False  # by its user: what happens then shows nothing
         self.unseen: set[int] = set()  # devices that are not visible to the worker
         self._index: dict[int, int] = {}
 
+    def device(self, parent: Any, ordinal: int, pool: Any, until: Until) -> tuple[int | None, str]:
+        """The device's index in the session, offered on first use with its pool (None: it has none); or None and why it is of no use."""
+        if ordinal not in self.devices:
+            if pool is None:
+                self.pools.setdefault(ordinal, "this GPU has no pool that can be exported")
+            why = self._offer(parent, ordinal, pool, until)
+            if ordinal not in self._index:
+                return None, why  # it was not asked yet
+            self.devices[ordinal] = why
+            if why:
+                _log.warning("comfy_zerocopy: worker %s does not use cuda:%d: %s", self.name, ordinal, why)
+        why = self.devices[ordinal]
+        return (None, why) if why else (self._index[ordinal], "")
+
     def open(self, parent: Any, pool: Any, until: Until) -> tuple[int | None, str]:
         """The pool's index in the session, offered and proved on first use; or None and why the worker cannot use it."""
         ordinal = pool.ordinal
+        index, why = self.device(parent, ordinal, pool, until)
+        if index is None:
+            return None, why
         if ordinal not in self.pools:
             probe.obey()
-            refused = self._offer(parent, pool, until)
-            why = refused or self._check(parent, ordinal, zcx().PROVE_POOL, self.demoted.pools, until)
-            if refused or not why or _shows_something(why):  # an offer can be made only once
+            why = self._check(parent, ordinal, zcx().PROVE_POOL, self.demoted.pools, until)
+            if not why or _shows_something(why):
                 self.pools[ordinal] = why
             if why:
-                _log.warning("comfy_zerocopy: worker %s shares no memory of cuda:%d: %s", self.name, ordinal, why)
+                _log.warning("comfy_zerocopy: worker %s shares no memory of cuda:%d's pool: %s", self.name, ordinal, why)
                 return None, why
         why = self.pools[ordinal]
-        return (None, why) if why else (self._index[ordinal], "")
+        return (None, why) if why else (index, "")
+
+    def open_slabs(self, parent: Any, arena: Any, until: Until) -> str:
+        """ "" once memory of the arena may be lent, else why not. The device is open."""
+        ordinal = arena.ordinal
+        if ordinal not in self.slabs:
+            why = self._check(parent, ordinal, zcx().PROVE_VMM, self.demoted.slabs, until, arena)
+            why = why or self._check(parent, ordinal, zcx().PROVE_READ, self.demoted.slabs, until, arena)
+            if not why or _shows_something(why):
+                self.slabs[ordinal] = why
+            if why:
+                _log.warning("comfy_zerocopy: worker %s shares no memory of cuda:%d's arena: %s", self.name, ordinal, why)
+            return why
+        return self.slabs[ordinal]
 
     def open_windows(self, parent: Any, pool: Any, until: Until) -> str:
         """ "" once allocations above the limit may cross in windows, else why not. The pool is open."""
@@ -105,26 +140,31 @@ class Pools(Verdicts):
         """The check alone, in this very worker."""
         return self._check(parent, pool.ordinal, zcx().PROVE_WINDOWS, self.demoted.windows, until)
 
-    def _offer(self, parent: Any, pool: Any, until: Until) -> str:
+    def _offer(self, parent: Any, ordinal: int, pool: Any, until: Until) -> str:
+        z = zcx()
         try:
-            index, accepted = parent.offer(pool)
-        except zcx().Failure as failure:
+            index, accepted = parent.offer(ordinal, pool)
+        except z.Failure as failure:
             if parent.state == "broken":
                 raise
             return f"it cannot be offered: {failure}"
-        self._index[pool.ordinal] = index
+        self._index[ordinal] = index
         if accepted is None:
-            refused, reason = self._await("pool", OPEN_SECONDS, "opening the GPU", pool.ordinal, self.demoted.pools, until)
-            if refused == zcx().POOL_UNSEEN:
-                self.unseen.add(pool.ordinal)
-            return reason if refused else ""
+            refused, reason = self._await("device", OPEN_SECONDS, "opening the GPU", ordinal, self.demoted.devices, until)
+            if refused == z.POOL_UNSEEN:
+                self.unseen.add(ordinal)
+            if refused == z.POOL_REFUSED:
+                self.pools[ordinal] = reason
+            return reason if refused not in (0, z.POOL_REFUSED) else ""
         return "" if accepted else "the worker refused it"
 
-    def _check(self, parent: Any, ordinal: int, step: int, demoted: dict[int, str], until: Until) -> str:
-        what = "the start-up check of " + ("windows" if step == zcx().PROVE_WINDOWS else "sharing")
+    def _check(self, parent: Any, ordinal: int, step: int, demoted: dict[int, str], until: Until, arena: Any = None) -> str:
+        z = zcx()
+        what = {z.PROVE_POOL: "sharing", z.PROVE_WINDOWS: "windows", z.PROVE_VMM: "the arena", z.PROVE_READ: "reading the arena"}[step]
+        what = f"the start-up check of {what}"
         try:
-            parent.prove(self._index[ordinal], step)
-        except zcx().Failure as failure:
+            parent.prove(self._index[ordinal], step, arena)
+        except z.Failure as failure:
             if parent.state == "broken":
                 raise
             return f"{what} failed: {failure}"

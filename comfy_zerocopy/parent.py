@@ -25,8 +25,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from . import __version__, _install, _native, canary, config, process, quota, tensor, tree
-from .array import DeviceMemory, contiguous_strides
+from . import __version__, _native, canary, config, ladder, process, quota, tensor, tree
+from .array import ArenaMemory
 from .errors import (
     CallTimeout,
     Cancelled,
@@ -50,10 +50,19 @@ _RELEASE = 0.2  # seconds that a release may be on its way, before a worker that
 _REST = 30.0  # seconds without a call after which memory that is only kept for speed is given back
 _BYE = 5.0  # seconds that a worker gets to end by itself
 
-#: Names of the rungs, best first: what a report calls them.
-POOL, HOST = "pool", "host"
-WINDOWS = ("above the driver's limit, so it is imported in windows of 4 GiB: in the worker kernels work on all of it, but the driver's own "
-           "copies (clone(), copy_(), cpu()) refuse a range that crosses a window's end")
+
+def _arena_pending(arena: Any) -> None:
+    """From a finalizer, of any thread: memory of the arena waits for GPU work. Look again until it went back to the device."""
+    keeper = process.keeper()
+
+    def look() -> None:
+        if arena.trim(False)[0]:
+            keeper.later(0.005, look)
+
+    keeper.do(look)
+
+
+ArenaMemory.on_pending = staticmethod(_arena_pending)
 
 
 class Transfer(NamedTuple):
@@ -61,7 +70,7 @@ class Transfer(NamedTuple):
 
     direction: str  # "input" or "result"
     nbytes: int
-    rung: str  # "pool" or "host"
+    rung: str  # "pool", "vmm", "staged" or "host": ladder.py says what they are
     copied: bool
     reason: str  # why it was copied, or what is to be known of it although it was not; mostly empty
 
@@ -683,6 +692,15 @@ def _no_view(*_: Any) -> Any:
     raise tree.Foul("a tensor where none can be")
 
 
+class _Input(NamedTuple):
+    """Views of the caller's that were lent together: where their memory begins in the transfer, and as if the transfer began before it;
+    and the caller's own objects by (offset, flags, dtype, shape, strides)."""
+
+    offset: int
+    memory: tensor.Memory
+    own: dict[tuple[Any, ...], list[tuple[int, Any]]]
+
+
 class _Call:
     """One call: the plan, the answers to what comes on the way, and the decoding of what came back."""
 
@@ -691,11 +709,11 @@ class _Call:
         self.function, self.streams, self.deadline, self.timeout = function, streams, deadline, timeout
         self.seq = 0
         self.transfers: list[Transfer] = []
-        # by transfer id: what was lent, and the caller's own objects in it by (offset, flags, dtype, shape, strides)
-        self.inputs: dict[int, tuple[tensor.Memory, dict[tuple[Any, ...], list[tuple[int, Any]]]]] = {}
+        self.inputs: dict[int, list[_Input]] = {}  # by transfer id, in the order of their offsets
         self.results: dict[int, tensor.Memory] = {}
         self.uploads = tensor.Uploads()
-        self.avoid: dict[int, str] = {}  # index of a look: why it must take the host rung
+        self.avoid: dict[int, dict[str, str]] = {}  # index of a look: rungs on which the worker refused it, and why
+        self.rungs: dict[int, str] = {}  # by transfer id
         self.wanted_cancel = False
         self.sent = False  # the worker may have begun with it
         self.over = self.replaced = False  # replaced: it was cancelled and did not stop, so that its worker was ended
@@ -745,7 +763,8 @@ class _Call:
 
     def _attempt(self, encoder: tree.Encoder, first: bytes) -> tuple[Any, ...] | None:
         """Lend, send, wait. None: the worker refused a buffer, and another rung is to be tried."""
-        self.transfers, self.inputs, self.results = [], {}, {}
+        self.transfers, self.inputs, self.results, self.rungs = [], {}, {}, {}
+        self.ladder = ladder.Ladder(self.parent, self.session.pools, self._until, self._stream, self.avoid)
         self.session.handles.catch_up()
         self.seq = self.parent.begin(self.owner._max_result_bytes)
         self.session.functions[self.seq] = self.function
@@ -763,11 +782,11 @@ class _Call:
         self.sent = True
         outcome = self._wait()
         if outcome[0] == "import_refused":
-            refused = indices.get(outcome[1], [])
-            if not refused or any(index in self.avoid for index in refused):  # not even as a copy
+            refused, rung = indices.get(outcome[1], []), self.rungs.get(outcome[1], ladder.HOST)
+            if not refused or any(rung in self.avoid.get(index, ()) for index in refused):  # not even as a copy
                 raise Error(f"worker {self.owner.name} cannot map its input: {outcome[2]}")
             for index in refused:
-                self.avoid[index] = f"the worker cannot import it: {outcome[2]}"
+                self.avoid.setdefault(index, {})[rung] = f"the worker cannot import it: {outcome[2]}"
             return None
         return outcome
 
@@ -776,73 +795,53 @@ class _Call:
     def _lend(self, encoder: tree.Encoder, indices: dict[int, list[int]]) -> None:
         """Choose a rung for each group of tensors that share bytes, lend it, and tell the encoder where the views are."""
         copies: list[tuple[tensor.Group, Any, str]] = []
+        windowed: dict[int, list[tuple[tensor.Group, Any, str]]] = {}
         for g in tensor.group(encoder.looks):
             owner = encoder.looks[g.members[0]].owner
-            why = next((self.avoid[m] for m in g.members if m in self.avoid), "")
-            number = None
-            if g.device is not None and not why:
-                number, why = self._lend_device(g, owner)
-                if number is None and g.device in self.session.pools.unseen:
-                    raise UnsupportedType(f"this tensor is on cuda:{g.device} (GPU-{uuid.UUID(tree.uuid_of(g.device))}), which worker "
-                                          f"{self.owner.name} cannot use: {why}. Pass it on the CPU, or let the worker see that GPU",
-                                          encoder.place(g.members[0]))
-            elif g.device is None and not why:
-                number = self.parent.lend_shared(g.low, g.high - g.low, owner)
-                why = "" if number is not None else "it is ordinary memory of this process"
-            if number is None:
-                copies.append((g, owner, why))
+            if g.device is None:
+                why = next((self.avoid[m][ladder.HOST] for m in g.members if m in self.avoid), "")
+                number = None if why else self.parent.lend_shared(g.low, g.high - g.low, owner)
+                if number is None:
+                    copies.append((g, owner, why or "it is ordinary memory of this process"))
+                else:
+                    self._lent(encoder, indices, g, ladder.Lent(number, 0, ladder.HOST, "", False), owner)
                 continue
-            self._lent(encoder, indices, g, number, owner)
-            self.transfers.append(Transfer("input", g.high - g.low, HOST if g.device is None else POOL, False, self._note(number)))
+            lent = self.ladder.lend(g, owner)
+            if isinstance(lent, str):
+                if g.device in self.session.pools.unseen:
+                    raise UnsupportedType(f"this tensor is on cuda:{g.device} (GPU-{uuid.UUID(tree.uuid_of(g.device))}), which worker "
+                                          f"{self.owner.name} cannot use: {lent}. Pass it on the CPU, or let the worker see that GPU",
+                                          encoder.place(g.members[0]))
+                windowed.setdefault(g.device, []).append((g, owner, lent))
+            else:
+                self._lent(encoder, indices, g, lent, owner)
+        for groups in windowed.values():
+            found = self.ladder.through_window(groups)
+            if isinstance(found, str):
+                copies += groups
+                continue
+            for i, lent in found.items():
+                self._lent(encoder, indices, groups[i][0], lent, groups[i][1])
         if copies:
             self._lend_copies(encoder, indices, copies)
-
-    def _lend_device(self, g: tensor.Group, owner: Any) -> tuple[int | None, str]:
-        """(transfer id, "") or (None, why not)."""
-        z = _native.zcx()
-        assert g.device is not None
-        info = z.pointer(g.low)
-        try:
-            pool = _install.shareable_pool(g.device)
-        except (Error, z.Failure) as failure:
-            return None, str(failure)
-        if pool is None or info["pool"] != pool.handle:
-            return None, _why_not_shareable(info, pool)
-        index, why = self.session.pools.open(self.parent, pool, self._until)
-        if index is None:
-            return None, why
-        if info["size"] > self.parent.limit(index):
-            self.session.pools.open_windows(self.parent, pool, self._until)
-        try:
-            return self.parent.lend_pool(index, g.low, g.high - g.low, self._stream(g.device), owner), ""
-        except z.Failure as failure:
-            if failure.code == z.E_UNFIT and "captured" not in str(failure):
-                return None, self._with_windows(pool, str(failure))
-            raise
 
     def _stream(self, ordinal: int) -> int:
         stream = self.streams.get(ordinal)
         return tensor.current_stream(ordinal) if stream is None else stream.cuda_stream
 
-    def _note(self, number: int) -> str:
-        """What is to be known of a buffer that was shared."""
-        lent = self.parent.lent(number)
-        return WINDOWS if lent is not None and lent[6] else ""
-
-    def _with_windows(self, pool: Any, why: str) -> str:
-        """A refusal of the pool rung, with what the windows' check showed if it was that."""
-        windows = self.session.pools.windows.get(pool.ordinal)
-        return f"{why}; {windows}" if windows else why
-
-    def _lent(self, encoder: tree.Encoder, indices: dict[int, list[int]], g: tensor.Group, number: int, owner: Any) -> None:
-        indices[number] = g.members
-        memory = tensor.Memory(owner, g.low, g.high - g.low, g.device)
+    def _lent(self, encoder: tree.Encoder, indices: dict[int, list[int]], g: tensor.Group, lent: ladder.Lent, owner: Any) -> None:
+        indices.setdefault(lent.number, []).extend(g.members)
+        self.rungs[lent.number] = lent.rung
+        memory = tensor.Memory(owner, g.low - lent.offset, g.high - g.low + lent.offset, g.device)
+        known = self.inputs.setdefault(lent.number, [])
         own: dict[tuple[Any, ...], list[tuple[int, Any]]] = {}
         for m in g.members:
             v = encoder.looks[m]
-            encoder.views[m] = (number, v.address - g.low)
-            own.setdefault((v.address - g.low, v.flags, v.dtype, v.shape, v.strides), []).append((v.lib, encoder.objects[m]))
-        self.inputs[number] = (memory, own)
+            offset = v.address - g.low + lent.offset
+            encoder.views[m] = (lent.number, offset)
+            own.setdefault((offset, v.flags, v.dtype, v.shape, v.strides), []).append((v.lib, encoder.objects[m]))
+        known.append(_Input(lent.offset, memory, own))
+        self.transfers.append(Transfer("input", g.high - g.low, lent.rung, lent.copied, lent.reason))
 
     def _lend_copies(self, encoder: tree.Encoder, indices: dict[int, list[int]], copies: list[tuple[tensor.Group, Any, str]]) -> None:
         """Host memory is copied into one segment; a GPU tensor for which no device rung works goes down to the host first."""
@@ -855,8 +854,7 @@ class _Call:
                 address = down.address
             sources.append((address, g.high - g.low))
         for (g, owner, why), number in zip(copies, self.parent.lend_copies(sources), strict=True):
-            self._lent(encoder, indices, g, number, owner)
-            self.transfers.append(Transfer("input", g.high - g.low, HOST, True, why))
+            self._lent(encoder, indices, g, ladder.Lent(number, 0, ladder.HOST, why, True), owner)
             for m in g.members:
                 if g.device is not None:
                     encoder.wrap[m] = ("zcx.to_device", (tree.Placed(encoder.view(m)), tree.uuid_of(g.device)))
@@ -945,39 +943,29 @@ class _Call:
 
     # ---- results ----
 
-    def _allocate(self, request: int, uuid: str, dtype: str, itemsize: int, nbytes: int, shape: tuple[int, ...]) -> None:
-        """A device result: memory of this process's, from the device's pool, on the caller's stream."""
+    def _allocate(self, request: int, uuid: str, dtype: str, itemsize: int, nbytes: int, shape: tuple[int, ...], own: bool) -> None:
+        """A device result: memory of this process's, on the caller's stream. own: the worker has the bytes in memory of its own."""
         z = _native.zcx()
         ordinal = tree.ordinal_of(uuid)
         if ordinal is None:
             self.parent.refuse(request, z.REFUSED_RUNG, "the parent does not see this GPU (CUDA_VISIBLE_DEVICES)")
             return
         try:
-            pool = _install.pool_for(ordinal) if tensor.loaded("torch") else _install.shareable_pool(ordinal)
-            if pool is None:
-                self.parent.refuse(request, z.REFUSED_RUNG, _why_no_pool(ordinal))
-                return
-            index, why = self.session.pools.open(self.parent, pool, self._until)
-            if index is None:
-                self.parent.refuse(request, z.REFUSED_RUNG, why)
-                return
-            if nbytes > self.parent.limit(index):
-                self.session.pools.open_windows(self.parent, pool, self._until)
-            owner, address = allocate(ordinal, nbytes, pool, self.streams.get(ordinal))
-            if z.pointer(address)["pool"] != pool.handle:
-                self.parent.refuse(request, z.REFUSED_RUNG, "another pool was made current on the device")
-                return
+            made = self.ladder.allocate(ordinal, nbytes, self.streams.get(ordinal), own)
         except Exception as error:
             if not _is_out_of_memory(error):
                 raise
             self.parent.refuse(request, z.REFUSED_MEMORY, str(error).split("\n")[0])
             return
+        if isinstance(made, str):
+            self.parent.refuse(request, z.REFUSED_RUNG, made)
+            return
         try:
-            self.parent.allocated(request, index, address, nbytes, self._stream(ordinal), owner)
+            self.parent.allocated(request, made.index, made.rung, made.address, nbytes, self._stream(ordinal), made.owner)
         except z.Failure as failure:
             if self.parent.state == "broken":
                 raise
-            self.parent.refuse(request, z.REFUSED_RUNG, self._with_windows(pool, str(failure)))
+            self.parent.refuse(request, z.REFUSED_RUNG, str(failure))
 
     def _finish(self, outcome: tuple[Any, ...]) -> Any:
         z = _native.zcx()
@@ -1001,8 +989,8 @@ class _Call:
             raise self._foul(f"a malformed result: {error}") from None
         for number, memory in self.results.items():
             note = notes.get(number)
-            self.transfers.append(Transfer("result", memory.nbytes, HOST if memory.device is None else POOL, note is not None,
-                                           self._note(number) if note is None else str(note)))
+            self.transfers.append(Transfer("result", memory.nbytes, self.rungs[number], note is not None,
+                                           self.ladder.note(number) if note is None else str(note)))
         return value
 
     def _foul(self, text: str) -> Exception:
@@ -1016,8 +1004,8 @@ class _Call:
             if 0 not in shape:
                 raise tree.Foul("a tensor without a buffer")
             return tensor.build_empty(lib, dtype, shape)
-        known = self.inputs.get(number)
-        memory = known[0] if known is not None else self._result(number)
+        known = next((i for i in reversed(self.inputs.get(number, ())) if i.offset <= offset), None)
+        memory = known.memory if known is not None else self._result(number)
         libs = {lib}
         if lib == tensor.ARRAY:  # of a worker without libraries: here it is what this process uses
             lib = tensor.TORCH if memory.device is not None else tensor.NUMPY
@@ -1026,7 +1014,7 @@ class _Call:
         if not tensor.fits(wanted, memory.nbytes, offset):
             raise tree.Foul("a tensor that reaches outside its buffer")
         if known is not None:
-            for own, o in known[1].get((offset, flags, dtype, shape, strides), ()):
+            for own, o in known.own.get((offset, flags, dtype, shape, strides), ()):
                 if own in libs:
                     return o  # the caller's own object comes back
         made = memory.build(lib, offset, dtype, shape, strides, flags)
@@ -1038,9 +1026,12 @@ class _Call:
             lent = self.parent.lent(number)
             if lent is None or not lent[1]:
                 raise tree.Foul("a tensor in a buffer that this call did not lend")
-            nbytes, _, device, owner, _, address, _ = lent
+            nbytes, _, device, owner, rung, address, _, complete = lent
+            if not complete:
+                raise tree.Foul("a tensor whose bytes did not all come")
+            self.rungs[number] = ladder.name_of(rung, device)
             if device:
-                memory = tensor.Memory(owner, address, nbytes, _ordinal_of_owner(owner))
+                memory = tensor.Memory(owner, address, nbytes, ladder.ordinal_of(owner))
             else:
                 buffer = self.parent.take(number)
                 memory = tensor.Memory(buffer, buffer.address, nbytes, None)
@@ -1074,28 +1065,9 @@ class _Call:
         return RemoteError(kind, message, text)
 
 
-def _ordinal_of_owner(owner: Any) -> int:
-    return owner.pool.ordinal if isinstance(owner, DeviceMemory) else owner.device.index
-
-
 def _is_out_of_memory(error: BaseException) -> bool:
     torch = tensor.loaded("torch")
     return isinstance(error, MemoryError) or getattr(error, "cuda", 0) == 2 or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError))
-
-
-def _why_no_pool(ordinal: int) -> str:
-    status = _install.status()
-    return status.reason or next((d["why"] for d in status.devices if d["ordinal"] == ordinal), "") or f"mode {status.mode} shares no GPU memory"
-
-
-def _why_not_shareable(info: dict[str, Any], pool: Any) -> str:
-    if pool is None:
-        return "this GPU has no pool that can be exported"
-    if info["pool"]:
-        mode = _install.status().mode
-        return ("it was allocated before the pools were swapped" if mode == "swap"
-                else f"in mode {mode} tensors are not allocated from a pool that can be exported: COMFY_ZEROCOPY=swap does that")
-    return "torch's native allocator made it; sharing that is not supported yet"
 
 
 def _download(g: tensor.Group, stream: int) -> tensor.Memory:
@@ -1109,50 +1081,6 @@ def _download(g: tensor.Group, stream: int) -> tensor.Memory:
     z.device_copy(g.device, stream, "d", address, g.low, nbytes)
     z.synchronize(g.device, stream)
     return tensor.Memory(data, address, nbytes, None)
-
-
-def allocate(ordinal: int, nbytes: int, pool: Any, stream: Any) -> tuple[Any, int]:
-    """`nbytes` of the pool's memory as this process's libraries would have it: a torch tensor where torch is, else ours."""
-    torch = tensor.loaded("torch")
-    if torch is None:
-        memory = DeviceMemory(pool, nbytes)
-        return memory, memory.address
-    with torch.cuda.stream(stream) if stream is not None else torch.cuda.device(ordinal), _install.current_pool(pool):
-        t = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
-    return t, t.data_ptr()
-
-
-def empty(shape: Any, dtype: Any = "float32", device: Any = "cuda") -> Any:
-    """An uninitialised GPU tensor that crosses without a copy, in every mode: allocated from a pool that can be exported.
-
-    shape: ints; dtype: a name, a torch.dtype or a numpy dtype; device: a CUDA device. With torch loaded it is an ordinary
-    torch tensor (its cudaMallocAsync backend is needed), else an Array. CPU tensors need no such thing.
-    Raises ValueError for the CPU, Error where the device has no such pool, out-of-memory errors."""
-    name, _ = tensor.dtype_name(dtype)
-    shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
-    ordinal = tensor.device_index(device)
-    if ordinal is None:
-        raise ValueError("zcx.empty() is for GPU tensors; a CPU tensor crosses as it is")
-    itemsize = tensor.itemsize_of(name)
-    nbytes = itemsize
-    for n in shape:
-        if n < 0:
-            raise ValueError(f"shape {shape} has a negative dimension")
-        nbytes *= n
-    if not nbytes:
-        return tensor.build_empty(tensor.TORCH, name, shape, ordinal)
-    z = _native.zcx()
-    try:
-        pool = _install.shareable_pool(ordinal)
-        if pool is None:
-            raise Error(f"cuda:{ordinal} has no pool that can be exported")
-        owner, address = allocate(ordinal, nbytes, pool, None)
-        if z.pointer(address)["pool"] != pool.handle:
-            raise Error("torch did not take the memory from the shareable pool: its allocator backend must be cudaMallocAsync")
-    except z.Failure as failure:
-        raise _failed(failure) from None
-    memory = tensor.Memory(owner, address, nbytes, ordinal)
-    return memory.build(tensor.TORCH, 0, name, shape, contiguous_strides(shape, itemsize), 0)
 
 
 # ---- submit ----

@@ -13,7 +13,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from ._native import zcx
-from .array import DTYPES, Array, DeviceMemory
+from .array import DTYPES, ArenaMemory, Array, DeviceMemory
 from .errors import Error
 
 TORCH, NUMPY, ARRAY = 1, 2, 3  # _zcx.LIB_*
@@ -313,22 +313,35 @@ def as_torch(v: Look) -> Look:
     return v
 
 
-def device_memory(ordinal: int, nbytes: int) -> DeviceMemory:
-    """Memory of a GPU for a process without torch: of its own pool. Unfit where it has none."""
+def device_memory(ordinal: int, nbytes: int) -> DeviceMemory | ArenaMemory:
+    """Memory of a GPU for a process without torch: of its own pool, or an arena. Unfit where it has neither."""
     from . import _install
 
     failure = zcx().Failure
     try:
         pool = _install.shareable_pool(ordinal)
-        if pool is None:
-            raise Unfit(f"cuda:{ordinal} has no memory pool that this process could use without torch")
-        return DeviceMemory(pool, nbytes)
+        if pool is not None:
+            return DeviceMemory(pool, nbytes)
+        arena = _install.arena_for(ordinal)
+        if arena is None:
+            raise Unfit(f"cuda:{ordinal} has no memory that this process could use without torch")
+        return ArenaMemory(arena, nbytes, False)
     except Error as error:
         raise Unfit(str(error)) from None
     except failure as error:
         if error.cuda == 2:
             raise MemoryError(str(error)) from None
         raise
+
+
+def own_memory(ordinal: int, nbytes: int) -> Memory:
+    """GPU memory of this process's own: torch's where torch is loaded. Raises its out-of-memory errors."""
+    torch = loaded("torch")
+    if torch is not None and torch.cuda.is_available():
+        t = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
+        return Memory(t, t.data_ptr(), nbytes, ordinal)
+    made = device_memory(ordinal, nbytes)
+    return Memory(made, made.address, nbytes, ordinal)
 
 
 def _upload(memory: Memory, ordinal: int) -> Memory:

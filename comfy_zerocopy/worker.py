@@ -168,6 +168,7 @@ class _Worker:
         self.running = False  # user code is on the main thread's stack: a cancel may raise there
         self.memories: dict[int, tensor.Memory] = {}  # by transfer id, of the call that runs now
         self.versions: list[tuple[Any, int]] = []  # device inputs and their version when they came
+        self.private: dict[int, list[tuple[Any, int]]] = {}  # the same of those that are copies, which may be written to; by transfer id
         self.uploads = tensor.Uploads()  # GPU inputs that came as host bytes
         self.uploaded: list[tuple[int, int, int, int]] = []  # what it says of them
         self.speaks_torch = False  # an input of this call was a torch tensor, and this environment has no torch
@@ -186,15 +187,16 @@ class _Worker:
 
     # ---- allocation ----
 
-    def allocate(self, dtype: str, shape: tuple[int, ...], nbytes: int, itemsize: int, device: int | None) -> tuple[tensor.Memory | None, str]:
-        """The parent's memory; or None and why the parent cannot give any that this process can use."""
+    def allocate(self, dtype: str, shape: tuple[int, ...], nbytes: int, itemsize: int, device: int | None, own: bool = False) -> tuple[Any, str]:
+        """The parent's memory (tensor.Memory); or None and why the parent cannot give any that this process can use. own: the bytes are in
+        memory of this process already; then it may be a buffer (bytes) that they go to by session.transfer()."""
         if device is None:
             what = (0, b"\0" * 16, "uint8", 1, (nbytes,))
         else:
             uuid = tree.uuid_of(device)
             if uuid is None:
                 raise Error(f"there is no device cuda:{device} in this worker")
-            what = (1, bytes.fromhex(uuid), dtype, itemsize, shape)
+            what = (2 if own else 1, bytes.fromhex(uuid), dtype, itemsize, shape)
         z = zcx()
         try:
             got = self.session.alloc(what, tensor.current_stream)
@@ -209,6 +211,8 @@ class _Worker:
             if code == z.REFUSED_MEMORY:
                 raise _out_of_memory(reason, device)
             return None, reason
+        if isinstance(got, bytes):
+            return got, ""
         memory = tensor.Memory(got, got.address, got.nbytes, got.device)
         with self.lock:
             self.memories[got.id] = memory
@@ -229,7 +233,13 @@ class _Worker:
                     kind, transfer, body = z.IMPORT_REFUSED, failure.transfer, str(failure).encode()[:4000]
                     return
                 raise
-            self.memories = {i: tensor.Memory(o, o.address, o.nbytes, o.device) for i, o in imports.items()}
+            try:
+                self.memories = {i: self._memory(i, o) for i, o in imports.items()}
+            except z.Failure as failure:
+                if failure.code == z.E_UNFIT and hasattr(failure, "transfer"):
+                    kind, transfer, body = z.IMPORT_REFUSED, failure.transfer, str(failure).encode()[:4000]
+                    return
+                raise
             del imports
             body = self._run(data, kept)
             kind, code = z.RESULT, 0
@@ -262,6 +272,21 @@ class _Worker:
             text = f"the answer of {len(body)} bytes, tensors not counted, could not be sent: {failure}"
             full = failure.code in (errno.ENOMEM, errno.ENOSPC)
             self.session.finish(z.ERROR, z.FAILED_MEMORY if full else z.FAILED_EXCEPTION, 0, describe((MemoryError if full else OSError)(text)))
+    def _memory(self, number: int, opened: Any) -> tensor.Memory:
+        """Of an input: the parent's, mapped here, or this process's own, into which copies are queued."""
+        if not isinstance(opened, tuple):
+            if opened.private:
+                self.private[number] = []
+            return tensor.Memory(opened, opened.address, opened.nbytes, opened.device)
+        buffer, nbytes, device = opened
+        memory = tensor.own_memory(device, nbytes)
+        try:
+            self.session.transfer(buffer, memory.address, tensor.current_stream(device))
+        except zcx().Failure as failure:
+            failure.transfer = number
+            raise
+        self.private[number] = []
+        return memory
 
     def _run(self, data: bytes, kept: list[Any]) -> bytes:
         try:
@@ -291,7 +316,9 @@ class _Worker:
             return tensor.build_empty(lib, dtype, shape)
         memory = self.memories[number]
         made = memory.build(lib, offset, dtype, shape, strides, flags)
-        if memory.device is not None and hasattr(made, "_version"):
+        if number in self.private:
+            self.private[number].append((made, getattr(made, "_version", -1)))
+        elif memory.device is not None and hasattr(made, "_version"):
             self.versions.append((made, made._version))
         if lib == tensor.TORCH and not hasattr(made, "_version"):
             self.speaks_torch = True
@@ -355,6 +382,9 @@ class _Worker:
         if v.high > address + nbytes:
             return None
         memory = self.memories[number]
+        if number in self.private:  # an Array cannot tell
+            same = all(version >= 0 and made._version == version for made, version in self.private[number])
+            return (number, v.address - address) if same else None
         edited = not self.uploads.untouched(number, places[at][0]) if uploaded else not memory.owner.result and memory.owner.edited()
         return None if edited else (number, v.address - address)  # edited, in a private copy: what goes back is a new result
 
@@ -371,9 +401,17 @@ class _Worker:
                 encoder.looks[index] = v._replace(lib=encoder.looks[index].lib, flags=encoder.looks[index].flags)
                 g = tensor.Group(v.low, v.high, v.device, [0])
             nbytes = g.high - g.low
-            memory, reason = self.allocate("uint8", (nbytes,), nbytes, 1, g.device)
+            memory, reason = self.allocate("uint8", (nbytes,), nbytes, 1, g.device, True)
             if memory is None:
                 self._through_host(encoder, members, g, reason, notes)
+                continue
+            if isinstance(memory, bytes):
+                assert g.device is not None
+                self.session.transfer(memory, g.low, tensor.current_stream(g.device))
+                number = int.from_bytes(memory[:8], "little")
+                notes[number] = why
+                for m in members:
+                    encoder.views[m] = (number, encoder.looks[m].address - g.low)
                 continue
             if g.device is None:
                 zcx().copy(memory.address, g.low, nbytes)
@@ -418,7 +456,7 @@ class _Worker:
     def _settle(self) -> None:
         """Let go of the call's buffers. What user code still references stays mapped, and the parent is told so."""
         self.memories = {}
-        self.versions = []
+        self.versions, self.private = [], {}
         self.uploads, self.uploaded = tensor.Uploads(), []
         if self.session.alive():
             # Cycles (a traceback, a closure) are young; a full collection with models loaded takes too long to do each time.

@@ -4,14 +4,16 @@
 #include <string.h>
 
 #define MARK 512u     /* bytes of one mark, all of one value */
-#define REPEATS 64    /* of overwriting 64 MiB: 1 to 5 ms, far longer than a message and an import take */
+#define LATE (4ull << 30) /* bytes of overwriting before the marks: 1 to 5 ms, far longer than a message and an import take */
+#define BYTES_MAX (64ull << 20)
 #define PIECE (2ull << 20) /* between marks */
 
 /* Where the marks are: both ends, an interior place that no alignment favours, and both sides of wherever a chunk may end,
  * that is every 2 MiB. */
-#define NMARKS (2 * (unsigned)(ZCX_CANARY_BYTES / PIECE) + 1)
-static uint64_t place(unsigned i) {
-    if (i == NMARKS - 1) return (5ull << 20) + 4099;
+#define NMARKS_MAX (2 * (unsigned)(BYTES_MAX / PIECE) + 1)
+static unsigned nmarks(uint64_t nbytes) { return 2 * (unsigned)(nbytes / PIECE) + 1; }
+static uint64_t place(unsigned i, unsigned n) {
+    if (i == n - 1) return (5ull << 20) + 4099;
     uint64_t start = i / 2 * PIECE;
     return i % 2 ? start + PIECE - MARK : start;
 }
@@ -23,6 +25,8 @@ static unsigned char value(uint64_t seed, unsigned i) {
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
     return (unsigned char)(1 + (x >> 32) % 250);
 }
+
+uint64_t zcx_canary_bytes(uint32_t step) { return step == ZCX_PROVE_VMM || step == ZCX_PROVE_READ ? 24ull << 20 : BYTES_MAX; }
 
 int zcx_canary_identity(const struct zcx_driver *d, zcu_pool pool, zcu_ptr memory, zcu_stream stream, struct zcx_err *err) {
     struct zcx_ptr_info info = {0};
@@ -54,30 +58,32 @@ static int fill(const struct zcx_driver *d, zcu_ptr base, const struct zcx_seams
     return r;
 }
 
-int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream,
+int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, uint64_t nbytes, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream,
                      struct zcx_err *err) {
+    unsigned n = nmarks(nbytes);
     int r = 0;
-    for (int i = 0; i < REPEATS && !r; i++) r = fill(d, base, seams, 0, ZCX_CANARY_BYTES, 0xFF, stream, err);
-    for (unsigned i = 0; i < NMARKS && !r; i++) r = fill(d, base, seams, place(i), MARK, value(seed, i), stream, err);
+    for (uint64_t done = 0; done < LATE && !r; done += nbytes) r = fill(d, base, seams, 0, nbytes, 0xFF, stream, err);
+    for (unsigned i = 0; i < n && !r; i++) r = fill(d, base, seams, place(i, n), MARK, value(seed, i), stream, err);
     return r;
 }
 
-int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream,
+int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, uint64_t nbytes, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream,
                      struct zcx_err *err) {
-    unsigned char seen[NMARKS][MARK];
+    unsigned char seen[NMARKS_MAX][MARK];
+    unsigned n = nmarks(nbytes);
     int r = 0;
     memset(seen, 0, sizeof seen);
-    for (unsigned i = 0; i < NMARKS; i++)
+    for (unsigned i = 0; i < n; i++)
         for (uint64_t k = 0, piece; k < MARK && !r; k += piece) {
-            piece = zcx_seams_piece(seams, place(i) + k, MARK - k);
-            r = zcx_cu(err, "cuMemcpyDtoHAsync", d->MemcpyDtoHAsync(seen[i] + k, base + place(i) + k, piece, stream));
+            piece = zcx_seams_piece(seams, place(i, n) + k, MARK - k);
+            r = zcx_cu(err, "cuMemcpyDtoHAsync", d->MemcpyDtoHAsync(seen[i] + k, base + place(i, n) + k, piece, stream));
         }
     if (!r) r = zcx_cu(err, "cuStreamSynchronize", d->StreamSynchronize(stream));
     if (r) return r;
-    for (unsigned i = 0; i < NMARKS; i++)
+    for (unsigned i = 0; i < n; i++)
         for (unsigned k = 0; k < MARK; k++)
             if (seen[i][k] != value(seed, i)) {
-                zcx_fail(err, ZCX_E_UNFIT, "byte %llu of the check's memory reads %u, not %u", (unsigned long long)(place(i) + k), seen[i][k],
+                zcx_fail(err, ZCX_E_UNFIT, "byte %llu of the check's memory reads %u, not %u", (unsigned long long)(place(i, n) + k), seen[i][k],
                          value(seed, i));
                 return 1;
             }

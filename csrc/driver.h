@@ -133,7 +133,7 @@ int zcx_cu_at(struct zcx_err *err, const char *file, int line, const char *name,
 
 /* What a pointer is. `pool` first: memory of a pool may show handle types too. Then `legacy_ipc` (cuMemAlloc), and what is
  * left is VMM memory: with handle types it can be exported (cuMemRetainAllocationHandle), without it cannot leave the process.
- * There `base` and `size` are of one mapping; a tensor may reach over several. */
+ * There `base` and `size` may be of one mapping only; a tensor can reach over several. */
 struct zcx_ptr_info {
     zcu_ptr base;           /* start of the allocation */
     uint64_t size;          /* of the allocation */

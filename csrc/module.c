@@ -118,7 +118,9 @@ static int execute(PyObject *module) {
         {"VIEW_CONJ", ZCX_VIEW_CONJ}, {"VIEW_NEG", ZCX_VIEW_NEG}, {"VIEW_PARAMETER", ZCX_VIEW_PARAMETER},
         {"BODY_MAX", ZCX_BODY_MAX}, {"TREE_DEPTH", ZCX_TREE_DEPTH},
         {"NDIM_MAX", ZCX_NDIM_MAX}, {"CHUNK_BYTES", (long)ZCX_CHUNK_BYTES}, {"CHUNK_LIMIT", ZCX_CHUNK_LIMIT},
-        {"POOL_UNSEEN", ZCX_POOL_UNSEEN}, {"PROVE_POOL", ZCX_PROVE_POOL}, {"PROVE_WINDOWS", ZCX_PROVE_WINDOWS}, {"RESULT", ZCX_RESULT}, {"ERROR", ZCX_ERROR}, {"IMPORT_REFUSED", ZCX_IMPORT_REFUSED},
+        {"POOL_REFUSED", ZCX_POOL_REFUSED}, {"POOL_UNSEEN", ZCX_POOL_UNSEEN}, {"PROVE_VMM", ZCX_PROVE_VMM}, {"PROVE_READ", ZCX_PROVE_READ},
+        {"RUNG_POOL", ZCX_RUNG_POOL}, {"RUNG_VMM", ZCX_RUNG_VMM}, {"RUNG_STAGED", ZCX_RUNG_STAGED}, {"RUNG_HOST", ZCX_RUNG_HOST}, {"RING_BYTES", ZCX_RING_BYTES},
+        {"PROVE_POOL", ZCX_PROVE_POOL}, {"PROVE_WINDOWS", ZCX_PROVE_WINDOWS}, {"RESULT", ZCX_RESULT}, {"ERROR", ZCX_ERROR}, {"IMPORT_REFUSED", ZCX_IMPORT_REFUSED},
     };
     if (add_exception(module, "Failure", "A call into the core failed: code, cuda, call, name, where, and a sentence.", &s->failure) ||
         add_exception(module, "TreeError", "A tree cannot be encoded: args are (path, kind, what).", &s->tree_error))
@@ -149,7 +151,7 @@ static int execute(PyObject *module) {
 
 static int traverse(PyObject *module, visitproc visit, void *arg) {
     struct module_state *s = module_state_of(module);
-    PyObject *held[] = {s->failure, s->tree_error, (PyObject *)s->pool, (PyObject *)s->parent, (PyObject *)s->host_buffer,
+    PyObject *held[] = {s->failure, s->tree_error, (PyObject *)s->pool, (PyObject *)s->arena, (PyObject *)s->block, (PyObject *)s->parent, (PyObject *)s->host_buffer,
                         (PyObject *)s->worker, (PyObject *)s->import, (PyObject *)s->watch};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_VISIT(held[i]);
     return 0;
@@ -160,6 +162,8 @@ static int clear(PyObject *module) {
     Py_CLEAR(s->failure);
     Py_CLEAR(s->tree_error);
     Py_CLEAR(s->pool);
+    Py_CLEAR(s->arena);
+    Py_CLEAR(s->block);
     Py_CLEAR(s->parent);
     Py_CLEAR(s->host_buffer);
     Py_CLEAR(s->worker);

@@ -17,7 +17,7 @@
 struct module_state {
     PyObject *failure;      /* _zcx.Failure */
     PyObject *tree_error;   /* _zcx.TreeError */
-    PyTypeObject *pool, *parent, *host_buffer, *worker, *import, *watch;
+    PyTypeObject *pool, *arena, *block, *parent, *host_buffer, *worker, *import, *watch;
     struct zcx_files *files;
 };
 struct module_state *module_state_of(PyObject *module);
@@ -27,6 +27,10 @@ struct module_state *module_state_of_type(PyTypeObject *type); /* of one of our 
 PyObject *module_raise(const struct module_state *state, int r, const struct zcx_err *err);
 
 struct zcx_pool *module_pool_of(PyObject *pool); /* borrowed; the object must be a _zcx.Pool */
+struct zcx_arena *module_arena_of(PyObject *arena); /* borrowed; the object must be a _zcx.Arena */
+struct zcx_block *module_block_take(PyObject *block); /* the object, a _zcx.Block, is empty from then on; NULL: it was already */
+struct zcx_block *module_block_of(PyObject *block); /* borrowed */
+void module_block_give(PyObject *block, struct zcx_block *b); /* undo a take */
 
 /* A bytes-like argument. */
 int module_view_of(PyObject *o, Py_buffer *view);

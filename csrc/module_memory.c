@@ -1,4 +1,4 @@
-/* module_memory.c: _zcx.Pool, what a device pointer is, DLPack capsules, and plain copies. See module.h. */
+/* module_memory.c: _zcx.Pool, _zcx.Arena and its blocks, what a device pointer is, DLPack capsules, and plain copies. See module.h. */
 #include "module.h"
 
 /* ---- Pool ---- */
@@ -154,6 +154,159 @@ static PyType_Slot pool_slots[] = {
 };
 static PyType_Spec pool_spec = {"comfy_zerocopy._zcx.Pool", sizeof(struct pool_object), 0, Py_TPFLAGS_DEFAULT, pool_slots};
 
+/* ---- Arena ---- */
+
+struct arena_object {
+    PyObject_HEAD
+    struct zcx_arena *arena;
+};
+struct block_object {
+    PyObject_HEAD
+    struct zcx_block *block; /* NULL: a ring took it */
+    int ordinal;
+};
+
+struct zcx_arena *module_arena_of(PyObject *arena) { return ((struct arena_object *)arena)->arena; }
+struct zcx_block *module_block_of(PyObject *block) { return ((struct block_object *)block)->block; }
+void module_block_give(PyObject *block, struct zcx_block *b) { ((struct block_object *)block)->block = b; }
+struct zcx_block *module_block_take(PyObject *block) {
+    struct zcx_block *b = module_block_of(block);
+    module_block_give(block, NULL);
+    return b;
+}
+
+static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    int ordinal, r;
+    struct zcx_arena *arena = NULL;
+    struct zcx_err err = {0};
+    static char *names[] = {"ordinal", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i:Arena", names, &ordinal)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    r = zcx_arena_new(&arena, ordinal, &err);
+    Py_END_ALLOW_THREADS
+    if (r) return module_raise(module_state_of_type(type), r, &err);
+    PyObject *self = PyType_GenericAlloc(type, 0);
+    if (self) ((struct arena_object *)self)->arena = arena;
+    else zcx_arena_unref(arena);
+    return self;
+}
+
+static void arena_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    struct zcx_arena *arena = module_arena_of(self);
+    Py_BEGIN_ALLOW_THREADS
+    zcx_arena_unref(arena);
+    Py_END_ALLOW_THREADS
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *arena_take(PyObject *self, PyObject *args) {
+    unsigned long long nbytes;
+    int writable, r;
+    struct zcx_block *block = NULL;
+    struct zcx_err err = {0};
+    struct module_state *state = module_state_of_type(Py_TYPE(self));
+    if (!PyArg_ParseTuple(args, "Kp:take", &nbytes, &writable)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    r = zcx_arena_take(module_arena_of(self), nbytes, writable ? ZCX_ARENA_WRITE : ZCX_ARENA_READ, &block, &err);
+    Py_END_ALLOW_THREADS
+    if (r) return module_raise(state, r, &err);
+    PyObject *o = PyType_GenericAlloc(state->block, 0);
+    if (!o) {
+        zcx_block_put(block);
+        return NULL;
+    }
+    ((struct block_object *)o)->block = block;
+    ((struct block_object *)o)->ordinal = zcx_arena_ordinal(module_arena_of(self));
+    return o;
+}
+
+static PyObject *arena_trim(PyObject *self, PyObject *all) {
+    int whole = PyObject_IsTrue(all), pending;
+    uint64_t freed = 0;
+    if (whole < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    pending = zcx_arena_trim(module_arena_of(self), whole, &freed);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("(NK)", PyBool_FromLong(pending == 1), (unsigned long long)freed);
+}
+
+static PyObject *arena_usage(PyObject *self, PyObject *unused) {
+    (void)unused;
+    struct zcx_arena_usage u = {0};
+    Py_BEGIN_ALLOW_THREADS
+    zcx_arena_usage(module_arena_of(self), &u);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("{sKsKsKsKsK}", "taken", (unsigned long long)u.taken, "pending", (unsigned long long)u.pending, "idle",
+                         (unsigned long long)u.idle, "slabs", (unsigned long long)u.slabs, "mapped", (unsigned long long)u.mapped);
+}
+
+static PyObject *arena_get_ordinal(PyObject *self, void *closure) {
+    (void)closure;
+    return PyLong_FromLong(zcx_arena_ordinal(module_arena_of(self)));
+}
+
+static PyMethodDef arena_methods[] = {
+    {"take", arena_take, METH_VARARGS, "take(nbytes, writable) -> Block; writable: may workers write to it"},
+    {"trim", arena_trim, METH_O, "trim(all) -> (pending, bytes returned to the device); pending: call again later"},
+    {"usage", arena_usage, METH_NOARGS, "usage() -> dict of bytes: taken, pending, idle, mapped; and slabs, a count"},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef arena_attributes[] = {
+    {"ordinal", arena_get_ordinal, NULL, "device, in this process's numbering", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot arena_slots[] = {
+    {Py_tp_doc, "Arena(ordinal): device memory that can be exported, and that goes back to the device."},
+    {Py_tp_new, (void *)(uintptr_t)arena_new},
+    {Py_tp_dealloc, (void *)(uintptr_t)arena_dealloc},
+    {Py_tp_methods, arena_methods},
+    {Py_tp_getset, arena_attributes},
+    {0, NULL},
+};
+static PyType_Spec arena_spec = {"comfy_zerocopy._zcx.Arena", sizeof(struct arena_object), 0, Py_TPFLAGS_DEFAULT, arena_slots};
+
+static void block_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    struct zcx_block *block = module_block_of(self);
+    Py_BEGIN_ALLOW_THREADS
+    if (block) zcx_block_put(block);
+    Py_END_ALLOW_THREADS
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *block_address(PyObject *self, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(module_block_of(self) ? zcx_block_address(module_block_of(self)) : 0);
+}
+
+static PyObject *block_nbytes(PyObject *self, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(module_block_of(self) ? zcx_block_bytes(module_block_of(self)) : 0);
+}
+
+static PyObject *block_ordinal(PyObject *self, void *closure) {
+    (void)closure;
+    return PyLong_FromLong(((struct block_object *)self)->ordinal);
+}
+
+static PyGetSetDef block_attributes[] = {
+    {"address", block_address, NULL, "of the first byte, on the device; 0 once a transfer has taken it", NULL},
+    {"nbytes", block_nbytes, NULL, "as asked for", NULL},
+    {"ordinal", block_ordinal, NULL, "of the device", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot block_slots[] = {
+    {Py_tp_doc, "Memory of an arena: used again, or given back, once it is dropped and all work of this process's context is complete."},
+    {Py_tp_dealloc, (void *)(uintptr_t)block_dealloc},
+    {Py_tp_getset, block_attributes},
+    {0, NULL},
+};
+static PyType_Spec block_spec = {"comfy_zerocopy._zcx.Block", sizeof(struct block_object), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, block_slots};
+
 /* ---- pointers, streams, copies ---- */
 
 static PyObject *pointer(PyObject *module, PyObject *arg) {
@@ -301,7 +454,7 @@ static PyMethodDef functions[] = {
     {"pointer", pointer, METH_O, "pointer(address) -> dict: base, size, buffer_id, pool, ordinal, type, legacy_ipc, handle_types"},
     {"device_copy", device_copy, METH_VARARGS,
      "device_copy(ordinal, stream, kind, to, from, nbytes): asynchronous; kind 'h' to the device, 'd' from it, 'x' within it,\n's' sets every byte to `from`"},
-    {"synchronize", synchronize, METH_VARARGS, "synchronize(ordinal, stream): a worker's own wait; the parent's side never calls it"},
+    {"synchronize", synchronize, METH_VARARGS, "synchronize(ordinal, stream): wait on the CPU; of a parent's only where somebody asks for bytes (tobytes, an upload), never in a call"},
     {"copy", copy, METH_VARARGS, "copy(to, from, nbytes): host memory, by address, without the GIL"},
     {"dlpack", dlpack, METH_VARARGS,
      "dlpack(owner, address, device_type, device_id, code, bits, shape, strides) -> capsule 'dltensor'\n\nstrides in elements; owner lives until the consumer lets go"},
@@ -311,5 +464,7 @@ static PyMethodDef functions[] = {
 int module_add_memory(PyObject *module) {
     struct module_state *s = module_state_of(module);
     s->pool = module_add_type(module, &pool_spec);
-    return s->pool ? PyModule_AddFunctions(module, functions) : -1;
+    s->block = s->pool ? module_add_type(module, &block_spec) : NULL;
+    s->arena = s->block ? module_add_type(module, &arena_spec) : NULL;
+    return s->arena ? PyModule_AddFunctions(module, functions) : -1;
 }

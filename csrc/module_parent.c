@@ -126,8 +126,8 @@ static PyObject *event_object(const struct zcx_event *ev) {
     switch (ev->kind) {
     case ZCX_EV_STARTED: return Py_BuildValue("(s)", "started");
     case ZCX_EV_FAILED_START: return Py_BuildValue("(sy#)", "failed_start", (const char *)ev->tree, (Py_ssize_t)ev->tree_bytes);
-    case ZCX_EV_POOL: return Py_BuildValue("(sIiN)", "pool", ev->pool, ev->refused, module_text(ev->text));
-    case ZCX_EV_PROVED: return Py_BuildValue("(sIiN)", "proved", ev->pool, ev->refused, module_text(ev->text));
+    case ZCX_EV_DEVICE: return Py_BuildValue("(sIiN)", "device", ev->device, ev->refused, module_text(ev->text));
+    case ZCX_EV_PROVED: return Py_BuildValue("(sIiN)", "proved", ev->device, ev->refused, module_text(ev->text));
     case ZCX_EV_PROGRESS: return Py_BuildValue("(sddN)", "progress", ev->progress.done, ev->progress.total, module_text(ev->progress.message));
     case ZCX_EV_RESULT: return Py_BuildValue("(sy#)", "result", (const char *)ev->tree, (Py_ssize_t)ev->tree_bytes);
     case ZCX_EV_ERROR: return Py_BuildValue("(sIy#)", "error", ev->code, (const char *)ev->tree, (Py_ssize_t)ev->tree_bytes);
@@ -144,8 +144,8 @@ static PyObject *event_object(const struct zcx_event *ev) {
     }
     char uuid[33];
     for (int i = 0; i < 16; i++) snprintf(uuid + 2 * i, 3, "%02x", ev->alloc.uuid[i]);
-    return shape ? Py_BuildValue("(sKsNIKN)", "alloc", (unsigned long long)ev->request, uuid, module_text(ev->alloc.dtype), ev->alloc.itemsize,
-                                 (unsigned long long)ev->alloc.nbytes, shape) : NULL;
+    return shape ? Py_BuildValue("(sKsNIKNN)", "alloc", (unsigned long long)ev->request, uuid, module_text(ev->alloc.dtype), ev->alloc.itemsize,
+                                 (unsigned long long)ev->alloc.nbytes, shape, PyBool_FromLong(ev->alloc.place == 2)) : NULL;
 }
 
 /* run(deadline, on_event) -> event or None at the deadline. on_event answers what comes on the way; what ends a wait is returned. */
@@ -181,17 +181,20 @@ static PyObject *parent_run(PyObject *self, PyObject *args) {
     }
 }
 
-static PyObject *parent_offer(PyObject *self, PyObject *pool) {
+static PyObject *parent_offer(PyObject *self, PyObject *args) {
     struct module_state *state = state_of(self);
+    PyObject *pool;
     struct zcx_err err = {0};
     unsigned index = 0;
-    int accepted = -1, r;
-    if (!PyObject_TypeCheck(pool, state->pool)) {
-        PyErr_SetString(PyExc_TypeError, "a _zcx.Pool is needed");
+    int ordinal, accepted = -1, r;
+    if (!PyArg_ParseTuple(args, "iO:offer", &ordinal, &pool)) return NULL;
+    if (pool != Py_None && !PyObject_TypeCheck(pool, state->pool)) {
+        PyErr_SetString(PyExc_TypeError, "a _zcx.Pool or None is needed");
         return NULL;
     }
+    struct zcx_pool *offered = pool == Py_None ? NULL : module_pool_of(pool);
     Py_BEGIN_ALLOW_THREADS
-    r = zcx_parent_offer(session_of(self), module_pool_of(pool), &index, &accepted, &err);
+    r = zcx_parent_offer(session_of(self), ordinal, offered, &index, &accepted, &err);
     Py_END_ALLOW_THREADS
     if (r < 0) return failed(self, r, &err);
     return Py_BuildValue("(IN)", index, accepted < 0 ? Py_NewRef(Py_None) : PyBool_FromLong(accepted));
@@ -204,12 +207,19 @@ static PyObject *parent_limit(PyObject *self, PyObject *index) {
 }
 
 static PyObject *parent_prove(PyObject *self, PyObject *args) {
+    struct module_state *state = state_of(self);
     unsigned index, step;
+    PyObject *arena = Py_None;
     struct zcx_err err = {0};
     int r;
-    if (!PyArg_ParseTuple(args, "II:prove", &index, &step)) return NULL;
+    if (!PyArg_ParseTuple(args, "II|O:prove", &index, &step, &arena)) return NULL;
+    if (arena != Py_None && !PyObject_TypeCheck(arena, state->arena)) {
+        PyErr_SetString(PyExc_TypeError, "a _zcx.Arena or None is needed");
+        return NULL;
+    }
+    struct zcx_arena *from = arena == Py_None ? NULL : module_arena_of(arena);
     Py_BEGIN_ALLOW_THREADS
-    r = zcx_parent_prove(session_of(self), index, step, &err);
+    r = zcx_parent_prove(session_of(self), index, step, from, &err);
     Py_END_ALLOW_THREADS
     if (r) return failed(self, r, &err);
     Py_RETURN_NONE;
@@ -232,21 +242,67 @@ static PyObject *parent_lease(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static PyObject *parent_lend_pool(PyObject *self, PyObject *args) {
-    unsigned index;
+static PyObject *parent_lend_device(PyObject *self, PyObject *args) {
+    unsigned index, rung;
     unsigned long long ptr, nbytes, stream;
     PyObject *owner;
     uint64_t id;
     struct zcx_err err = {0};
-    int r;
-    if (!PyArg_ParseTuple(args, "IKKKO:lend_pool", &index, &ptr, &nbytes, &stream, &owner)) return NULL;
+    int private = 0, r;
+    if (!PyArg_ParseTuple(args, "IIKKKO|p:lend_device", &index, &rung, &ptr, &nbytes, &stream, &owner, &private)) return NULL;
     Py_INCREF(owner);
     Py_BEGIN_ALLOW_THREADS
-    r = zcx_parent_lend_pool(session_of(self), index, ptr, nbytes, (zcu_stream)(uintptr_t)stream, owner, &id, &err);
+    r = zcx_parent_lend_device(session_of(self), index, (enum zcx_rung)rung, ptr, nbytes, private, (zcu_stream)(uintptr_t)stream, owner, &id, &err);
     Py_END_ALLOW_THREADS
     if (!r) return PyLong_FromUnsignedLongLong(id);
     Py_DECREF(owner);
     return failed(self, r, &err);
+}
+
+/* lend_ring(index, [(address, nbytes)], window | None, stream, owner) */
+static PyObject *parent_lend_ring(PyObject *self, PyObject *args) {
+    unsigned index;
+    unsigned long long stream;
+    PyObject *list, *window, *owner, *made = NULL;
+    uint64_t id, total = 0;
+    struct zcx_err err = {0};
+    int r;
+    if (!PyArg_ParseTuple(args, "IOOKO:lend_ring", &index, &list, &window, &stream, &owner)) return NULL;
+    if (window != Py_None && (!PyObject_TypeCheck(window, state_of(self)->block) || !module_block_of(window) || zcx_block_bytes(module_block_of(window)) < ZCX_RING_BYTES)) {
+        PyErr_SetString(PyExc_TypeError, "a _zcx.Block of RING_BYTES or None is needed");
+        return NULL;
+    }
+    Py_ssize_t n = PySequence_Size(list);
+    if (n < 0) return NULL;
+    struct zcx_ring_part *parts = calloc((size_t)n + 1, sizeof *parts);
+    if (!parts) return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++) {
+        unsigned long long address, nbytes;
+        PyObject *item = PySequence_GetItem(list, i);
+        int ok = item && PyArg_ParseTuple(item, "KK", &address, &nbytes);
+        Py_XDECREF(item);
+        if (!ok) goto free_parts;
+        parts[i] = (struct zcx_ring_part){address, nbytes};
+        if (__builtin_add_overflow(total, nbytes, &total)) {
+            PyErr_SetString(PyExc_OverflowError, "the parts' sizes overflow");
+            goto free_parts;
+        }
+    }
+    struct zcx_block *block = window == Py_None ? NULL : module_block_take(window);
+    Py_INCREF(owner);
+    Py_BEGIN_ALLOW_THREADS
+    r = zcx_parent_lend_ring(session_of(self), index, parts, (uint32_t)n, total, block, (zcu_stream)(uintptr_t)stream, owner, &id, &err);
+    Py_END_ALLOW_THREADS
+    if (!r) {
+        made = PyLong_FromUnsignedLongLong(id);
+    } else {
+        if (block) module_block_give(window, block);
+        Py_DECREF(owner);
+        failed(self, r, &err);
+    }
+free_parts:
+    free(parts);
+    return made;
 }
 
 static PyObject *parent_lend_shared(PyObject *self, PyObject *args) {
@@ -315,16 +371,20 @@ static PyObject *parent_send(PyObject *self, PyObject *args) {
     return r < 0 ? failed(self, r, &err) : PyBool_FromLong(r == 0);
 }
 
+/* allocated(request, index, rung, ptr, nbytes, stream, owner); rung STAGED: the worker's bytes come through pinned host memory */
 static PyObject *parent_allocated(PyObject *self, PyObject *args) {
-    unsigned index;
+    unsigned index, rung;
     unsigned long long request, ptr, nbytes, stream;
     PyObject *owner;
     struct zcx_err err = {0};
     int r;
-    if (!PyArg_ParseTuple(args, "KIKKKO:allocated", &request, &index, &ptr, &nbytes, &stream, &owner)) return NULL;
+    if (!PyArg_ParseTuple(args, "KIIKKKO:allocated", &request, &index, &rung, &ptr, &nbytes, &stream, &owner)) return NULL;
     Py_INCREF(owner);
     Py_BEGIN_ALLOW_THREADS
-    r = zcx_parent_allocated(session_of(self), request, index, ptr, nbytes, (zcu_stream)(uintptr_t)stream, owner, &err);
+    if (rung == ZCX_RUNG_STAGED)
+        r = zcx_parent_allocated_ring(session_of(self), request, index, ptr, nbytes, (zcu_stream)(uintptr_t)stream, owner, &err);
+    else
+        r = zcx_parent_allocated(session_of(self), request, index, (enum zcx_rung)rung, ptr, nbytes, (zcu_stream)(uintptr_t)stream, owner, &err);
     Py_END_ALLOW_THREADS
     if (!r) Py_RETURN_NONE;
     Py_DECREF(owner);
@@ -350,8 +410,9 @@ static PyObject *parent_lent(PyObject *self, PyObject *arg) {
     struct zcx_lent t;
     if (PyErr_Occurred()) return NULL;
     if (zcx_parent_lent(session_of(self), id, &t)) Py_RETURN_NONE;
-    return Py_BuildValue("(KNNOiKI)", (unsigned long long)t.nbytes, PyBool_FromLong(t.result), PyBool_FromLong(t.device),
-                         t.owner ? (PyObject *)t.owner : Py_None, t.pool, (unsigned long long)t.ptr, (unsigned)t.window);
+    return Py_BuildValue("(KNNOIKIN)", (unsigned long long)t.nbytes, PyBool_FromLong(t.result), PyBool_FromLong(t.device),
+                         t.owner ? (PyObject *)t.owner : Py_None, (unsigned)t.rung, (unsigned long long)t.ptr, (unsigned)t.window,
+                         PyBool_FromLong(t.complete));
 }
 
 static PyObject *parent_take(PyObject *self, PyObject *arg) {
@@ -472,7 +533,12 @@ static PyObject *parent_fileno(PyObject *self, PyObject *unused) {
 
 static PyObject *parent_idle(PyObject *self, PyObject *unused) {
     (void)unused;
-    return PyBool_FromLong(zcx_parent_idle(session_of(self)));
+    int idle;
+    Py_BEGIN_ALLOW_THREADS
+    idle = zcx_parent_idle(session_of(self));
+    Py_END_ALLOW_THREADS
+    drain(session_of(self)); /* what copies of our own still needed when the worker was gone */
+    return PyBool_FromLong(idle);
 }
 
 static PyObject *parent_state(PyObject *self, void *closure) {
@@ -486,18 +552,20 @@ static PyMethodDef parent_methods[] = {
     {"run", parent_run, METH_VARARGS,
      "run(deadline, on_event) -> event | None\n\nReceive until something ends the wait; None at the deadline (CLOCK_MONOTONIC ns, None: never).\n"
      "on_event is called for ('alloc', …), ('progress', …), ('handle_drop', …) and ('released',)."},
-    {"offer", parent_offer, METH_O, "offer(pool) -> (index, True | False | None)"},
+    {"offer", parent_offer, METH_VARARGS, "offer(ordinal, pool | None) -> (index, True | False | None): ('device', index, refused, reason) follows None"},
     {"limit", parent_limit, METH_O, "limit(index) -> bytes: the largest allocation that is sure to be importable"},
-    {"prove", parent_prove, METH_VARARGS, "prove(index, PROVE_POOL | PROVE_WINDOWS): ('proved', index, failed, reason) follows"},
+    {"prove", parent_prove, METH_VARARGS, "prove(index, PROVE_…, arena | None): ('proved', index, failed, reason) follows"},
     {"begin", parent_begin, METH_O, "begin(max_result_bytes | None) -> seq"},
     {"lease", parent_lease, METH_NOARGS, "lease(): after begin(); what this call lends is meant to be kept, and counted apart"},
-    {"lend_pool", parent_lend_pool, METH_VARARGS, "lend_pool(index, ptr, nbytes, stream, owner) -> id"},
+    {"lend_device", parent_lend_device, METH_VARARGS, "lend_device(index, RUNG_POOL | RUNG_VMM, ptr, nbytes, stream, owner, private=False) -> id; private: a copy made for this call"},
+    {"lend_ring", parent_lend_ring, METH_VARARGS,
+     "lend_ring(index, [(address, nbytes), …], window | None, stream, owner) -> id: by copies through a window; address 0 is a gap"},
     {"lend_shared", parent_lend_shared, METH_VARARGS, "lend_shared(address, nbytes, owner) -> id | None"},
     {"lend_copies", parent_lend_copies, METH_O, "lend_copies([(address, nbytes), …]) -> [id, …]"},
     {"send", parent_send, METH_VARARGS, "send(tree, deadline) -> bool: False when the worker did not read in time"},
-    {"allocated", parent_allocated, METH_VARARGS, "allocated(request, index, ptr, nbytes, stream, owner)"},
+    {"allocated", parent_allocated, METH_VARARGS, "allocated(request, index, RUNG_…, ptr, nbytes, stream, owner); RUNG_STAGED: through pinned host memory"},
     {"refuse", parent_refuse, METH_VARARGS, "refuse(request, code, reason)"},
-    {"lent", parent_lent, METH_O, "lent(id) -> (nbytes, result, device, owner, index, ptr, window) | None"},
+    {"lent", parent_lent, METH_O, "lent(id) -> (nbytes, result, device, owner, rung, ptr, window, complete) | None"},
     {"take", parent_take, METH_O, "take(id) -> HostBuffer | None"},
     {"end", parent_end, METH_NOARGS, "end(): the call is over; what the worker does not keep is released"},
     {"gone", parent_gone, METH_NOARGS, "gone(): the worker and its children are gone; everything is released"},

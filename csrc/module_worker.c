@@ -92,6 +92,11 @@ static PyObject *import_result(PyObject *self, void *closure) {
     return PyBool_FromLong(info_of(self).result);
 }
 
+static PyObject *import_private(PyObject *self, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(info_of(self).private);
+}
+
 static PyObject *import_seams(PyObject *self, void *closure) {
     (void)closure;
     struct zcx_import_info i = info_of(self);
@@ -112,6 +117,7 @@ static PyGetSetDef import_attributes[] = {
     {"device", import_device, NULL, "ordinal in this process's numbering; None: host", NULL},
     {"seams", import_seams, NULL, "(first, step): where windows of the import end, in bytes from its first; None: in one piece", NULL},
     {"result", import_result, NULL, "made by alloc()", NULL},
+    {"private", import_private, NULL, "an input that is a copy, made for this call", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -220,7 +226,21 @@ static zcu_stream stream_of(void *arg, int ordinal) {
     return (zcu_stream)(uintptr_t)handle;
 }
 
-/* open(buffers, stream_of) -> {id: Import}: await READY on every device, map every buffer of the call. */
+/* A buffer that is to be given to transfer(): its bytes as they came. */
+static PyObject *staged_of(const struct zcx_buffer *b) {
+    unsigned char bytes[ZCX_BUFFER_BYTES];
+    zcx_buffer_encode(b, bytes);
+    return PyBytes_FromStringAndSize((const char *)bytes, sizeof bytes);
+}
+
+/* What Python needs to know of a staged input: (buffer, bytes, ordinal). */
+static PyObject *staged_input(PyObject *self, const struct zcx_buffer *b) {
+    int ordinal = zcx_worker_ordinal(session_of(self), b->pool);
+    return Py_BuildValue("(NKi)", staged_of(b), (unsigned long long)b->nbytes, ordinal);
+}
+
+/* open(buffers, stream_of) -> {id: Import, or (buffer, nbytes, device) of a staged one}: await READY on every device, map every buffer of the
+ * call. */
 static PyObject *worker_open(PyObject *self, PyObject *args) {
     PyObject *buffers, *streams;
     Py_buffer view;
@@ -238,7 +258,7 @@ static PyObject *worker_open(PyObject *self, PyObject *args) {
         struct zcx_import *import = NULL;
         Py_BEGIN_ALLOW_THREADS
         r = zcx_buffer_decode((const unsigned char *)view.buf + at, &b, &err);
-        if (!r) r = zcx_worker_map(session_of(self), &b, &import, &err);
+        if (!r && b.rung != ZCX_RUNG_STAGED) r = zcx_worker_map(session_of(self), &b, &import, &err);
         Py_END_ALLOW_THREADS
         if (r) {
             failed(self, r, &err);
@@ -251,7 +271,7 @@ static PyObject *worker_open(PyObject *self, PyObject *args) {
             PyErr_Restore(type, value, traceback);
             break;
         }
-        PyObject *object = import_of(self, import), *id = PyLong_FromUnsignedLongLong(b.id);
+        PyObject *object = import ? import_of(self, import) : staged_input(self, &b), *id = PyLong_FromUnsignedLongLong(b.id);
         r = object && id ? PyDict_SetItem(imports, id, object) : -1;
         Py_XDECREF(object);
         Py_XDECREF(id);
@@ -292,12 +312,32 @@ static int fill_alloc(PyObject *args, struct zcx_alloc *a, unsigned char *dims) 
     return -1;
 }
 
-/* alloc((place, uuid, dtype, itemsize, shape), stream_of) -> Import | (code, reason) */
+static PyObject *worker_transfer(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t n;
+    unsigned long long memory, stream;
+    struct zcx_buffer b;
+    struct zcx_err err = {0};
+    if (!PyArg_ParseTuple(args, "y#KK:transfer", &bytes, &n, &memory, &stream)) return NULL;
+    if (n != ZCX_BUFFER_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "a buffer as open() or alloc() gave it is needed");
+        return NULL;
+    }
+    int r = zcx_buffer_decode((const unsigned char *)bytes, &b, &err);
+    Py_BEGIN_ALLOW_THREADS
+    if (!r) r = zcx_worker_transfer(session_of(self), &b, memory, (zcu_stream)(uintptr_t)stream, &err);
+    Py_END_ALLOW_THREADS
+    if (r) return failed(self, r, &err);
+    Py_RETURN_NONE;
+}
+
+/* alloc((place, uuid, dtype, itemsize, shape), stream_of) -> Import | bytes (staged) | (code, reason) */
 static PyObject *worker_alloc(PyObject *self, PyObject *args) {
     PyObject *what, *streams;
     unsigned char dims[8 * ZCX_NDIM_MAX];
     struct zcx_alloc a;
     struct zcx_import *import = NULL;
+    struct zcx_buffer staged;
     struct zcx_err err = {0};
     uint64_t request = 0;
     uint32_t code = 0;
@@ -305,15 +345,16 @@ static PyObject *worker_alloc(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO:alloc", &what, &streams) || fill_alloc(what, &a, dims)) return NULL;
     for (;;) {
         Py_BEGIN_ALLOW_THREADS
-        r = zcx_worker_alloc(session_of(self), &a, &request, streams == Py_None ? NULL : stream_of, streams, &import, &code, &err);
+        r = zcx_worker_alloc(session_of(self), &a, &request, streams == Py_None ? NULL : stream_of, streams, &import, &staged, &code, &err);
         Py_END_ALLOW_THREADS
         if (r != 2) break;
         if (PyErr_CheckSignals()) return NULL; /* cancelled: the answer, when it comes, is passed over */
     }
     if (PyErr_Occurred()) { /* of stream_of */
-        if (!r) zcx_import_drop(import);
+        if (!r && import) zcx_import_drop(import);
         return NULL;
     }
+    if (!r && !import) return staged_of(&staged);
     if (r == 1) return Py_BuildValue("(Is)", code, err.text);
     return r ? failed(self, r, &err) : import_of(self, import);
 }
@@ -396,8 +437,9 @@ static PyMethodDef worker_methods[] = {
     {"next", worker_next, METH_NOARGS, "next() -> ('hello', version, python) | ('call', seq, buffers, tree) | ('handle_drop', id) | ('bye',)"},
     {"started", worker_started, METH_NOARGS, "started()"},
     {"failed_start", worker_failed_start, METH_O, "failed_start(tree)"},
-    {"open", worker_open, METH_VARARGS, "open(buffers, stream_of | None) -> {id: Import}; a Failure has .transfer"},
-    {"alloc", worker_alloc, METH_VARARGS, "alloc((place, uuid, dtype, itemsize, shape), stream_of | None) -> Import | (code, reason); any thread"},
+    {"open", worker_open, METH_VARARGS, "open(buffers, stream_of | None) -> {id: Import | (buffer, nbytes, device) of a staged one}; a Failure has .transfer"},
+    {"alloc", worker_alloc, METH_VARARGS, "alloc((place, uuid, dtype, itemsize, shape), stream_of | None) -> Import | bytes (a staged buffer, for place 2) | (code, reason); any thread"},
+    {"transfer", worker_transfer, METH_VARARGS, "transfer(buffer, address, stream): queue the copies of a staged buffer from or to device memory of this process"},
     {"finish", worker_finish, METH_VARARGS, "finish(type, code, transfer, tree): un-import, DONE, and the message"},
     {"alive", worker_alive, METH_NOARGS, "alive() -> imports of this call that somebody still references"},
     {"progress", worker_progress, METH_VARARGS, "progress(done, total, message); any thread"},

@@ -40,10 +40,11 @@ static int all_zero(const unsigned char *p, size_t n) {
 /* ---- header ---- */
 
 /* Descriptors that a type carries, beside that of its body. */
-static const unsigned char fds_of_type[ZCX_TYPE_END] = {[ZCX_GATE] = 1, [ZCX_POOL] = 1, [ZCX_SEGMENT] = 1};
+static const unsigned char fds_of_type[ZCX_TYPE_END] = {[ZCX_GATE] = 1, [ZCX_POOL] = 1, [ZCX_SEGMENT] = 1, [ZCX_SLAB] = 1};
 /* Types that are a header and nothing else. */
 static const unsigned char is_bare[ZCX_TYPE_END] = {[ZCX_STARTED] = 1, [ZCX_SEGMENT_DROP] = 1, [ZCX_CANCEL] = 1, [ZCX_PING] = 1,
-                                                    [ZCX_PONG] = 1, [ZCX_BYE] = 1, [ZCX_HANDLE_DROP] = 1};
+                                                    [ZCX_PONG] = 1, [ZCX_BYE] = 1, [ZCX_HANDLE_DROP] = 1, [ZCX_SLAB_TAKEN] = 1,
+                                                    [ZCX_SLAB_DROP] = 1};
 
 void zcx_header_encode(const struct zcx_header *h, unsigned char out[ZCX_HEADER_BYTES]) {
     store32(out, ZCX_WIRE_MAGIC);
@@ -285,14 +286,36 @@ int zcx_buffer_decode(const unsigned char in[ZCX_BUFFER_BYTES], struct zcx_buffe
     memcpy(b.blob, in + 48, sizeof b.blob);
     if (b.rung < ZCX_RUNG_POOL || b.rung > ZCX_RUNG_HOST)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer names the unknown rung %u", (unsigned)b.rung);
-    if (b.flags & ~ZCX_BUFFER_RESULT)
+    if (b.flags > ZCX_BUFFER_PRIVATE)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer has unknown flags %#x", (unsigned)b.flags);
     if (b.window && b.rung != ZCX_RUNG_POOL) return zcx_fail(err, ZCX_E_PROTOCOL, "only a pool's buffer is imported in windows");
     if (b.nbytes > UINT64_MAX - b.offset)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer ends beyond any address");
-    if (b.rung == ZCX_RUNG_POOL && b.offset + b.nbytes > b.alloc_bytes)
+    if ((b.rung == ZCX_RUNG_POOL || b.rung == ZCX_RUNG_VMM) && b.offset + b.nbytes > b.alloc_bytes)
         return zcx_fail(err, ZCX_E_PROTOCOL, "a buffer ends beyond its allocation");
     *out = b;
+    return 0;
+}
+
+void zcx_ring_ref_encode(const struct zcx_ring_ref *r, unsigned char blob[64]) {
+    memset(blob, 0, 64);
+    store16(blob, r->carrier);
+    store32(blob + 4, r->filled_slot);
+    store32(blob + 8, r->emptied_slot);
+    store64(blob + 16, r->filled);
+    store64(blob + 24, r->emptied);
+}
+
+int zcx_ring_ref_decode(const unsigned char blob[64], struct zcx_ring_ref *out, struct zcx_err *err) {
+    if (!all_zero(blob + 2, 2) || !all_zero(blob + 12, 4) || !all_zero(blob + 32, 32))
+        return zcx_fail(err, ZCX_E_PROTOCOL, "a ring has bytes set that must be zero");
+    out->carrier = load16(blob);
+    out->filled_slot = load32(blob + 4);
+    out->emptied_slot = load32(blob + 8);
+    out->filled = load64(blob + 16);
+    out->emptied = load64(blob + 24);
+    if (out->carrier != ZCX_CARRIER_SLAB && out->carrier != ZCX_CARRIER_SEGMENT)
+        return zcx_fail(err, ZCX_E_PROTOCOL, "a ring in an unknown carrier %u", (unsigned)out->carrier);
     return 0;
 }
 
@@ -377,7 +400,7 @@ int zcx_pool_reply_decode(const unsigned char *body, size_t n, struct zcx_pool_r
     m.index = get16(&r);
     m.refused = get16(&r);
     m.reason = get_text(&r);
-    require(&r, m.refused <= ZCX_POOL_UNSEEN, "is neither yes nor no");
+    require(&r, m.refused <= ZCX_POOL_NO_DEVICE, "is neither yes nor no");
     if ((rc = ended(&r, err))) return rc;
     *out = m;
     return 0;
@@ -469,6 +492,35 @@ int zcx_segment_decode(const unsigned char *body, size_t n, struct zcx_segment *
     return 0;
 }
 
+long zcx_slab_msg_encode(const struct zcx_slab_msg *m, unsigned char *out, size_t cap, struct zcx_err *err) {
+    struct writer w = write_to(out, cap);
+    put16(&w, m->pool);
+    put16(&w, m->flags);
+    put32(&w, m->piece);
+    put32(&w, m->npieces);
+    put64(&w, m->piece_bytes);
+    put64(&w, m->bytes);
+    return written(&w, err);
+}
+
+int zcx_slab_msg_decode(const unsigned char *body, size_t n, struct zcx_slab_msg *out, struct zcx_err *err) {
+    struct reader r = read_from(body, n, "SLAB");
+    struct zcx_slab_msg m;
+    int rc;
+    m.pool = get16(&r);
+    m.flags = get16(&r);
+    m.piece = get32(&r);
+    m.npieces = get32(&r);
+    m.piece_bytes = get64(&r);
+    m.bytes = get64(&r);
+    require(&r, !(m.flags & ~(ZCX_SLAB_WRITABLE | ZCX_SLAB_STAYS | ZCX_SLAB_ANSWER)), "has unknown flags");
+    require(&r, m.piece < m.npieces, "names a piece that is none");
+    require(&r, m.piece_bytes && m.piece_bytes <= m.bytes, "has a piece larger than the whole, or empty");
+    if ((rc = ended(&r, err))) return rc;
+    *out = m;
+    return 0;
+}
+
 long zcx_call_msg_encode(const struct zcx_call_msg *m, unsigned char *out, size_t cap, struct zcx_err *err) {
     struct writer w = write_to(out, cap);
     put32(&w, m->ngates);
@@ -541,7 +593,7 @@ int zcx_alloc_decode(const unsigned char *body, size_t n, struct zcx_alloc *out,
     m.nbytes = get64(&r);
     m.dtype = get_text(&r);
     m.shape = take(&r, (uint64_t)m.ndim * 8);
-    require(&r, m.place <= 1, "names an unknown place");
+    require(&r, m.place <= 2, "names an unknown place");
     if ((rc = ended(&r, err)) || (rc = zcx_alloc_bytes(&m, &nbytes, err))) return rc;
     if (nbytes != m.nbytes) return zcx_fail(err, ZCX_E_PROTOCOL, "ALLOC asks for other bytes than its shape has");
     *out = m;

@@ -25,7 +25,7 @@
 enum zcx_type {
     ZCX_HELLO = 1,        /* both ways, once */
     ZCX_GATE = 2,         /* parent → worker, 1 fd: the page of counters */
-    ZCX_POOL = 3,         /* parent → worker, 1 fd: one device's pool */
+    ZCX_POOL = 3,         /* parent → worker, 1 fd: a device and its pool */
     ZCX_POOL_REPLY = 4,   /* worker → parent */
     ZCX_STARTED = 5,      /* worker → parent: the target is imported (else ERROR with seq 0) */
     ZCX_SEGMENT = 6,      /* parent → worker, 1 fd: host memory, before the first message that names it */
@@ -47,7 +47,11 @@ enum zcx_type {
     ZCX_GATE_EVENT = 22,  /* parent → worker, event fallback only: a slot's interprocess event, before the slot is named */
     ZCX_PROVE = 23,       /* parent → worker: a start-up check on a pool (csrc/canary.h); also while a call runs */
     ZCX_PROVED = 24,      /* worker → parent: what it saw */
-    ZCX_TYPE_END = 25,
+    ZCX_DEVICE = 25,      /* parent → worker: a device without a pool, body as POOL; the answer is POOL_REPLY */
+    ZCX_SLAB = 26,        /* parent → worker, 1 fd: a piece of a slab of device memory, before the first message that names the slab */
+    ZCX_SLAB_TAKEN = 27,  /* worker → parent: that piece's descriptor is closed (where it was asked for: ZCX_SLAB_ANSWER) */
+    ZCX_SLAB_DROP = 28,   /* parent → worker: no message will name it again */
+    ZCX_TYPE_END = 29,
 };
 
 enum { ZCX_FLAG_BODY_FD = 1 }; /* the body is in the packet's last fd, a sealed memfd */
@@ -75,14 +79,29 @@ struct zcx_hello {
     struct zcx_text version;  /* of the package */
     struct zcx_text python;   /* "3.12.3" */
 };
-enum { ZCX_FEATURE_HOST = 1, ZCX_FEATURE_POOL = 2 };
+enum { ZCX_FEATURE_HOST = 1, ZCX_FEATURE_POOL = 2, ZCX_FEATURE_VMM = 4, ZCX_FEATURE_RING = 8 };
+#define ZCX_FEATURES (ZCX_FEATURE_HOST | ZCX_FEATURE_POOL | ZCX_FEATURE_VMM | ZCX_FEATURE_RING) /* of this version */
 
 struct zcx_gate_page { uint32_t slots, stride; };
 struct zcx_pool_msg { uint16_t index; unsigned char uuid[16]; };
 struct zcx_pool_reply { uint16_t index, refused; struct zcx_text reason; };
-enum { ZCX_POOL_REFUSED = 1, ZCX_POOL_UNSEEN = 2 /* that GPU is not visible there: no rung leads to it */ };
+enum {
+    ZCX_POOL_REFUSED = 1,   /* the device is open there, its pool is not */
+    ZCX_POOL_UNSEEN = 2,    /* that GPU is not visible there: no rung leads to it */
+    ZCX_POOL_NO_DEVICE = 3, /* it is, and cannot be opened */
+};
 struct zcx_gate_event { uint16_t pool; uint32_t slot; unsigned char handle[64]; };
 struct zcx_segment { uint64_t size; uint16_t kind; };
+struct zcx_slab_msg {
+    uint16_t pool, flags;     /* the device; ZCX_SLAB_* */
+    uint32_t piece, npieces;  /* pieces come in order, and lie side by side */
+    uint64_t piece_bytes, bytes;
+};
+enum {
+    ZCX_SLAB_WRITABLE = 1,
+    ZCX_SLAB_STAYS = 2,       /* stays mapped until SLAB_DROP; else until the last buffer in it is unmapped */
+    ZCX_SLAB_ANSWER = 4,      /* say SLAB_TAKEN: the credit, so that not too many descriptors are under way */
+};
 
 /* One device's gate for one call. */
 struct zcx_gate_ref {
@@ -100,16 +119,29 @@ struct zcx_buffer {
     uint8_t flags;            /* ZCX_BUFFER_* */
     uint16_t pool;            /* index of POOL; 0 on host */
     uint64_t nbytes;          /* lent, from `offset` on */
-    uint64_t offset;          /* from the start of the allocation (pool) or of the segment (host) */
+    uint64_t offset;          /* from the start of the allocation (pool), slab (vmm, and the window of staged) or segment (host) */
     uint32_t window;          /* pool: chunks per window of the import; 0: imported whole */
-    uint64_t alloc_bytes;     /* of the whole allocation (pool); 0 on host */
-    uint64_t key;             /* buffer id (pool), segment id (host) */
-    unsigned char blob[64];   /* pool */
+    uint64_t alloc_bytes;     /* of the whole allocation (pool) or slab (vmm); 0 on host and staged */
+    uint64_t key;             /* buffer id (pool), slab id (vmm), segment id (host); staged: of the slab or segment that carries */
+    unsigned char blob[64];   /* pool: the exported pointer; staged: a zcx_ring_ref */
 };
-enum { ZCX_BUFFER_RESULT = 1 };
+enum {
+    ZCX_BUFFER_RESULT = 1,
+    ZCX_BUFFER_PRIVATE = 2, /* an input that is a copy, made for this call: the worker may write to it, and the parent does not look */
+};
+
+/* A buffer that crosses piece by piece through a window (csrc/ring.h): the receiver's memory is its own. */
+struct zcx_ring_ref {
+    uint16_t carrier;         /* ZCX_CARRIER_*: what the buffer's key names, the window lies in it at the buffer's offset */
+    uint32_t filled_slot, emptied_slot;
+    uint64_t filled, emptied; /* values of the first piece */
+};
+enum { ZCX_CARRIER_SLAB = 1, ZCX_CARRIER_SEGMENT = 2 };
+void zcx_ring_ref_encode(const struct zcx_ring_ref *r, unsigned char blob[64]);
+int zcx_ring_ref_decode(const unsigned char blob[64], struct zcx_ring_ref *out, struct zcx_err *err);
 
 struct zcx_alloc {
-    uint16_t place;           /* 0 host, 1 device */
+    uint16_t place;           /* 0 host, 1 device, 2 device, of which the worker has the bytes in memory of its own: they may cross staged */
     uint16_t ndim;
     uint32_t itemsize;        /* bytes, 1..16 */
     unsigned char uuid[16];   /* of the device */
@@ -160,7 +192,7 @@ int zcx_buffer_decode(const unsigned char in[ZCX_BUFFER_BYTES], struct zcx_buffe
  * encode only what stands before the tree; the sender passes the tree as a second piece. */
 #define ZCX_WIRE_BODIES(X)                                                                     \
     X(hello, struct zcx_hello) X(gate_page, struct zcx_gate_page) X(pool_msg, struct zcx_pool_msg) \
-    X(pool_reply, struct zcx_pool_reply) X(gate_event, struct zcx_gate_event) X(segment, struct zcx_segment) X(call_msg, struct zcx_call_msg) \
+    X(pool_reply, struct zcx_pool_reply) X(gate_event, struct zcx_gate_event) X(segment, struct zcx_segment) X(slab_msg, struct zcx_slab_msg) X(call_msg, struct zcx_call_msg) \
     X(alloc, struct zcx_alloc) X(allocated, struct zcx_allocated) X(refused, struct zcx_refused) \
     X(result_msg, struct zcx_result_msg) X(prove, struct zcx_prove) X(proved, struct zcx_proved) X(release, struct zcx_release) X(progress, struct zcx_progress)
 #define X(name, type)                                                                          \

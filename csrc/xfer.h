@@ -16,10 +16,12 @@
 #ifndef ZCX_XFER_H
 #define ZCX_XFER_H
 
+#include "arena.h"
 #include "canary.h"
 #include "files.h"
 #include "gate.h"
 #include "pool.h"
+#include "ring.h"
 #include "sock.h"
 
 /* ======== parent ======== */
@@ -46,8 +48,8 @@ int zcx_parent_hello(struct zcx_parent *p, const char *version, const char *pyth
 enum zcx_event_kind {
     ZCX_EV_STARTED,        /* the worker's target is imported; peer's hello in ev->hello */
     ZCX_EV_FAILED_START,   /* ev->code, ev->tree */
-    ZCX_EV_POOL,           /* answer to zcx_parent_offer: ev->pool, ev->refused (ZCX_POOL_*), ev->text */
-    ZCX_EV_PROVED,         /* the check of zcx_parent_prove is over: ev->pool, ev->refused, ev->text */
+    ZCX_EV_DEVICE,         /* answer to zcx_parent_offer: ev->device, ev->refused (ZCX_POOL_*), ev->text */
+    ZCX_EV_PROVED,         /* the check of zcx_parent_prove is over: ev->device, ev->refused, ev->text */
     ZCX_EV_ALLOC,          /* a device result is asked for: ev->alloc, ev->request. Host results are answered in here */
     ZCX_EV_PROGRESS,       /* ev->progress */
     ZCX_EV_RESULT,         /* DONE was seen on every device: ev->tree */
@@ -60,7 +62,7 @@ struct zcx_event {
     enum zcx_event_kind kind;
     uint32_t code;
     uint64_t request, transfer, handle;
-    unsigned pool;
+    unsigned device;
     int refused;
     struct zcx_text text;
     struct zcx_alloc alloc;
@@ -73,27 +75,33 @@ struct zcx_event {
  * 0: *ev; 1: deadline (CLOCK_MONOTONIC ns); 2: a signal. -ZCX_E_DIED; -ZCX_E_PROTOCOL (the session is broken then). */
 int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev, struct zcx_err *err);
 
-/* Offer a device's pool (referenced by the session from then on); the answer is ZCX_EV_POOL. *index: its number on the wire.
- * 1: offered before; then *accepted says 1 yes, 0 no, -1 not answered yet. */
-int zcx_parent_offer(struct zcx_parent *p, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err);
+/* Offer a device, with its pool (referenced by the session from then on) or, where it has none, NULL; the answer is ZCX_EV_DEVICE.
+ * *index: its number on the wire. 1: offered before; then *accepted says 1 yes, 0 no, -1 not answered yet. */
+int zcx_parent_offer(struct zcx_parent *p, int ordinal, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err);
 
-/* Start a check of canary.h on an accepted pool: memory is taken from the pool, marks are written late, the worker is asked.
- * ZCX_EV_PROVED comes when DONE was seen and the worker's own marks were read back. One at a time. What it shows is remembered:
- * until ZCX_PROVE_WINDOWS held, allocations above the limit are refused by zcx_parent_lend_pool and _allocated. */
-int zcx_parent_prove(struct zcx_parent *p, unsigned pool, uint32_t step, struct zcx_err *err);
+/* Start a check of canary.h on an accepted device: memory is taken (of the pool; of `arena` for ZCX_PROVE_VMM and _READ), marks are
+ * written late, the worker is asked. ZCX_EV_PROVED comes when DONE was seen and the worker's own marks were read back. One at a time.
+ * What it shows of windows is remembered: until ZCX_PROVE_WINDOWS held, the pool rung refuses allocations above the limit. */
+int zcx_parent_prove(struct zcx_parent *p, unsigned device, uint32_t step, struct zcx_arena *arena, struct zcx_err *err);
 
-/* The largest allocation of this pool that is sure to be importable, wherever it starts: all, once windows are proved. */
-uint64_t zcx_parent_limit(const struct zcx_parent *p, unsigned pool);
+/* The largest allocation of this device's pool that is sure to be importable, wherever it starts: all, once windows are proved. */
+uint64_t zcx_parent_limit(const struct zcx_parent *p, unsigned device);
 
 /* A call: begin, lend, send, step until RESULT/ERROR/IMPORT_REFUSED, take results, end. */
 int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *seq, struct zcx_err *err);
 /* After begin: what this call lends is lent so that the worker keeps it. It is counted apart. */
 int zcx_parent_lease(struct zcx_parent *p, struct zcx_err *err);
 
-/* Lend device memory of `pool` at [ptr, ptr + nbytes). `stream` is where READY is posted for this device (one per device and
- * call: the first one given counts; a stream that captures is refused with -ZCX_E_UNFIT). */
-int zcx_parent_lend_pool(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, void *owner,
-                         uint64_t *id, struct zcx_err *err);
+/* Lend device memory at [ptr, ptr + nbytes), by rung: ZCX_RUNG_POOL, of the device's pool; ZCX_RUNG_VMM, of an arena of ours or of whoever
+ * made it with cuMemCreate and exportable handles (read-only for the worker, unless it is `private`: a copy made for this call). `stream` is where READY is posted for this device (one per
+ * device and call: the first one given counts; a stream that captures is refused with -ZCX_E_UNFIT). -ZCX_E_UNFIT: not on this rung. */
+int zcx_parent_lend_device(struct zcx_parent *p, unsigned device, enum zcx_rung rung, zcu_ptr ptr, uint64_t nbytes, int private, zcu_stream stream,
+                           void *owner, uint64_t *id, struct zcx_err *err);
+/* Let device memory cross by a copy through a window (ring.h): the parts, back to back, as one buffer of `nbytes` that the worker keeps as its own.
+ * `window`: ZCX_RING_BYTES of an arena of ours, taken on success; NULL: pinned host memory of the session's. The copies are queued on `stream` while
+ * the call runs, from zcx_parent_step. -ZCX_E_UNFIT: not with this driver or this worker; -ZCX_E_LIMIT: no gate slots now. */
+int zcx_parent_lend_ring(struct zcx_parent *p, unsigned device, const struct zcx_ring_part *parts, uint32_t nparts, uint64_t nbytes,
+                         struct zcx_block *window, zcu_stream stream, void *owner, uint64_t *id, struct zcx_err *err);
 /* Lend host memory that lies in some session's result file: no copy. 1: it does not, or that file has no descriptor any more. */
 int zcx_parent_lend_shared(struct zcx_parent *p, const void *address, uint64_t nbytes, void *owner, uint64_t *id, struct zcx_err *err);
 /* Lend copies: all pieces go into one input segment, reused when it is free again. `owner` is not kept: bytes are copied now. */
@@ -104,17 +112,21 @@ int zcx_parent_lend_copies(struct zcx_parent *p, struct zcx_source *sources, siz
 int zcx_parent_send(struct zcx_parent *p, const void *tree, size_t tree_bytes, int64_t deadline, struct zcx_err *err);
 
 /* Answers to ZCX_EV_ALLOC. Here as above an owner is taken only on success. */
-int zcx_parent_allocated(struct zcx_parent *p, uint64_t request, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream,
-                         void *owner, struct zcx_err *err);
+int zcx_parent_allocated(struct zcx_parent *p, uint64_t request, unsigned device, enum zcx_rung rung, zcu_ptr ptr, uint64_t nbytes,
+                         zcu_stream stream, void *owner, struct zcx_err *err);
+/* To one of place 2, where no memory of this side can be shared: the worker's bytes come through pinned host memory to [ptr, ptr + nbytes). */
+int zcx_parent_allocated_ring(struct zcx_parent *p, uint64_t request, unsigned device, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, void *owner,
+                              struct zcx_err *err);
 int zcx_parent_refuse(struct zcx_parent *p, uint64_t request, enum zcx_refusal code, const char *reason, struct zcx_err *err);
 
 /* After RESULT: what a view names. 1: no such transfer of this call (the peer's fault). */
 struct zcx_lent {
     uint64_t nbytes;
     int result, device;
+    int complete;             /* staged results: have all bytes come? */
     void *owner;              /* still the table's */
     unsigned char *address;   /* host result: its bytes */
-    int pool;                 /* device: index */
+    enum zcx_rung rung;
     zcu_ptr ptr;
     uint32_t window;          /* device: chunks per window of its import; 0: in one piece */
 };
@@ -187,15 +199,20 @@ int zcx_worker_begin(struct zcx_worker *w, zcx_stream_of stream_of, void *arg, s
 /* Map a buffer of the call under way. -ZCX_E_UNFIT: cannot be imported here; say so with zcx_worker_import_refused. */
 int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_import **out, struct zcx_err *err);
 /* Ask the parent for a result buffer and map it. Any thread, one at a time (locks). 0; 2: a signal (call again with the same
- * *request; start with 0); 1: refused: *code and reason in err->text. */
+ * *request; start with 0); 1: refused: *code and reason in err->text. *out NULL: it is *staged, to be given to zcx_worker_transfer
+ * (only for place 2). */
 int zcx_worker_alloc(struct zcx_worker *w, const struct zcx_alloc *a, uint64_t *request, zcx_stream_of stream_of, void *arg,
-                     struct zcx_import **out, uint32_t *code, struct zcx_err *err);
+                     struct zcx_import **out, struct zcx_buffer *staged, uint32_t *code, struct zcx_err *err);
+int zcx_worker_ordinal(const struct zcx_worker *w, unsigned device); /* of a device on the wire; -1: not open here */
+/* A staged buffer of the call under way: queue its copies between `memory`, device memory of this process's, and the window, on `stream`;
+ * inputs come, results go. -ZCX_E_UNFIT: the window cannot be mapped here. */
+int zcx_worker_transfer(struct zcx_worker *w, const struct zcx_buffer *b, zcu_ptr memory, zcu_stream stream, struct zcx_err *err);
 
 struct zcx_import_info {
     uint64_t id, nbytes, seq;
     int ordinal; /* -1: host */
     void *address;
-    int result;
+    int result, private;
     struct zcx_seams seams; /* from the first byte lent on */
 };
 void zcx_import_info(const struct zcx_import *i, struct zcx_import_info *out);

@@ -51,6 +51,8 @@ struct transfer *zcx_transfer_add(struct zcx_parent *p, struct transfer t) {
 void zcx_transfer_release(struct zcx_parent *p, struct transfer *t) {
     if (t->owner) p->released[p->nreleased++] = t->owner;
     if (t->segment) t->segment->uses--;
+    if (t->slab) t->slab->uses--;
+    if (t->ring) zcx_ring_dispose(t->ring);
     zcx_range_unref(t->range);
     *t = (struct transfer){.id = t->id, .state = RELEASED}; /* the id stays until the next compaction: zcx_transfer_find() counts on their order */
 }
@@ -69,39 +71,42 @@ void *zcx_parent_released(struct zcx_parent *p) {
     return owner;
 }
 
-/* ---- pools and gates ---- */
+/* ---- devices and gates ---- */
 
-int zcx_parent_offer(struct zcx_parent *p, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err) {
-    REQUIRE(p, p->state >= ZCX_IDLE && p->state <= ZCX_CALLING, "offering a pool", err);
-    for (unsigned i = 0; i < p->npools; i++)
-        if (p->pools[i].pool == pool) {
+int zcx_parent_offer(struct zcx_parent *p, int ordinal, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err) {
+    REQUIRE(p, p->state >= ZCX_IDLE && p->state <= ZCX_CALLING, "offering a device", err);
+    for (unsigned i = 0; i < p->ndevices; i++)
+        if (p->devices[i].ordinal == ordinal) {
             *index = i;
-            *accepted = p->pools[i].accepted;
+            *accepted = p->devices[i].accepted;
             return 1;
         }
-    if (p->npools == ZCX_MAX_DEVICES) return zcx_fail(err, ZCX_E_LIMIT, "more than %d devices", ZCX_MAX_DEVICES);
+    if (p->ndevices == ZCX_MAX_DEVICES) return zcx_fail(err, ZCX_E_LIMIT, "more than %d devices", ZCX_MAX_DEVICES);
+    const struct zcx_driver *d;
     unsigned char body[64];
-    struct zcx_pool_msg m = {.index = (uint16_t)p->npools};
-    memcpy(m.uuid, zcx_pool_uuid(pool)->bytes, sizeof m.uuid);
+    struct zcx_pool_msg m = {.index = (uint16_t)p->ndevices};
+    int r = zcx_driver_open(&d, err);
+    if (r) return r;
+    if (ordinal < 0 || ordinal >= d->count) return zcx_fail(err, ZCX_E_RANGE, "there is no device %d", ordinal);
+    memcpy(m.uuid, d->uuid[ordinal].bytes, sizeof m.uuid);
     long n = zcx_pool_msg_encode(&m, body, sizeof body, err);
     if (n < 0) return (int)n;
-    int r = zcx_gate_register(p->gate, zcx_pool_ordinal(pool), err);
+    r = zcx_gate_register(p->gate, ordinal, err);
     if (r) return r;
-    r = zcx_parent_tell(p, ZCX_POOL, 0, body, (size_t)n, zcx_pool_fd(pool), err);
+    r = zcx_parent_tell(p, pool ? ZCX_POOL : ZCX_DEVICE, 0, body, (size_t)n, pool ? zcx_pool_fd(pool) : -1, err);
     if (r) return r;
-    p->pools[p->npools].pool = zcx_pool_ref(pool);
-    p->pools[p->npools].accepted = -1;
-    *index = p->npools++;
+    p->devices[p->ndevices] = (struct device){.ordinal = ordinal, .pool = pool ? zcx_pool_ref(pool) : NULL, .accepted = -1};
+    *index = p->ndevices++;
     *accepted = -1;
     return 0;
 }
 
 /* In event mode a slot's event travels once, before the first message that names the slot. */
-static int introduce_slot(struct zcx_parent *p, unsigned pool, uint32_t slot, struct zcx_err *err) {
-    struct zcx_gate_event m = {.pool = (uint16_t)pool, .slot = slot};
+static int introduce_slot(struct zcx_parent *p, unsigned device, uint32_t slot, struct zcx_err *err) {
+    struct zcx_gate_event m = {.pool = (uint16_t)device, .slot = slot};
     zcu_ipc_event handle;
     unsigned char body[128];
-    int r = zcx_gate_event_export(p->gate, zcx_pool_ordinal(p->pools[pool].pool), slot, &handle, err);
+    int r = zcx_gate_event_export(p->gate, p->devices[device].ordinal, slot, &handle, err);
     if (r) return r;
     memcpy(m.handle, handle.bytes, sizeof m.handle);
     long n = zcx_gate_event_encode(&m, body, sizeof body, err);
@@ -109,13 +114,13 @@ static int introduce_slot(struct zcx_parent *p, unsigned pool, uint32_t slot, st
     return zcx_parent_tell(p, ZCX_GATE_EVENT, 0, body, (size_t)n, -1, err);
 }
 
-int zcx_call_gate_new(struct zcx_parent *p, unsigned pool, zcu_stream stream, struct call_gate *out, struct zcx_err *err) {
-    struct call_gate g = {.pool = pool, .ordinal = zcx_pool_ordinal(p->pools[pool].pool), .stream = stream};
+int zcx_call_gate_new(struct zcx_parent *p, unsigned device, zcu_stream stream, struct call_gate *out, struct zcx_err *err) {
+    struct call_gate g = {.device = device, .ordinal = p->devices[device].ordinal, .stream = stream};
     int r = zcx_gate_take(p->gate, &g.ready_slot, &g.done_slot);
     if (r) return zcx_fail(err, ZCX_E_LIMIT, "every gate slot still waits for work that was queued on a stream before: wait for it, then call again");
     if (zcx_gate_uses_events(p->gate)) {
-        r = introduce_slot(p, pool, g.ready_slot, err);
-        if (!r) r = introduce_slot(p, pool, g.done_slot, err);
+        r = introduce_slot(p, device, g.ready_slot, err);
+        if (!r) r = introduce_slot(p, device, g.done_slot, err);
         if (r) {
             zcx_gate_put(p->gate, g.ready_slot);
             zcx_gate_put(p->gate, g.done_slot);
@@ -137,20 +142,20 @@ void zcx_call_gate_withdraw(struct zcx_parent *p, const struct call_gate *g) {
     zcx_call_gate_drop(p, g);
 }
 
-int zcx_call_gate_of(struct zcx_parent *p, unsigned pool, zcu_stream stream, struct call_gate **out, struct zcx_err *err) {
+int zcx_call_gate_of(struct zcx_parent *p, unsigned device, zcu_stream stream, struct call_gate **out, struct zcx_err *err) {
     for (unsigned i = 0; i < p->ngates; i++)
-        if (p->gates[i].pool == pool) {
+        if (p->gates[i].device == device) {
             *out = &p->gates[i];
             return 0;
         }
     const struct zcx_driver *d;
-    int ordinal = zcx_pool_ordinal(p->pools[pool].pool);
+    int ordinal = p->devices[device].ordinal;
     int r = zcx_driver_open(&d, err);
     if (r) return r;
     r = zcx_driver_capturing(d, ordinal, stream, err);
     if (r < 0) return r;
     if (r) return zcx_fail(err, ZCX_E_UNFIT, "the calling stream is being captured into a graph: call the worker outside the capture");
-    r = zcx_call_gate_new(p, pool, stream, &p->gates[p->ngates], err);
+    r = zcx_call_gate_new(p, device, stream, &p->gates[p->ngates], err);
     if (!r) *out = &p->gates[p->ngates++];
     return r;
 }
@@ -165,42 +170,150 @@ int zcx_call_gate_ready(struct zcx_parent *p, struct call_gate *g, struct zcx_er
 
 struct zcx_gate_ref zcx_call_gate_ref(const struct call_gate *g) {
     return (struct zcx_gate_ref){
-        .pool = (uint16_t)g->pool, .ready_slot = g->ready_slot, .done_slot = g->done_slot, .ready = g->ready, .done = g->done};
+        .pool = (uint16_t)g->device, .ready_slot = g->ready_slot, .done_slot = g->done_slot, .ready = g->ready, .done = g->done};
 }
 
 /* ---- lending ---- */
 
-uint64_t zcx_parent_limit(const struct zcx_parent *p, unsigned pool) {
-    return pool < p->npools && p->pools[pool].windows == ZCX_WINDOWS_YES ? UINT64_MAX : (zcx_chunk_limit() - 1) * ZCX_CHUNK_BYTES + 1;
+uint64_t zcx_parent_limit(const struct zcx_parent *p, unsigned device) {
+    return device < p->ndevices && p->devices[device].windows == ZCX_WINDOWS_YES ? UINT64_MAX : (zcx_chunk_limit() - 1) * ZCX_CHUNK_BYTES + 1;
 }
 
-int zcx_transfer_of_pool(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, struct transfer *t,
-                         struct call_gate **gate, struct zcx_err *err) {
-    if (pool >= p->npools || p->pools[pool].accepted != 1) return zcx_fail(err, ZCX_E_RANGE, "pool %u was not accepted by the worker", pool);
+static int pool_buffer(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uint64_t nbytes, struct transfer *t, struct zcx_err *err) {
+    struct device *d = &p->devices[device];
     struct zcx_export e;
-    int r = zcx_transfer_reserve(p, err);
+    if (!d->pooled) return zcx_fail(err, ZCX_E_UNFIT, "the worker did not open the pool of this device");
+    int r = zcx_pool_export(d->pool, ptr, nbytes, d->windows, &e, err);
     if (r) return r;
-    r = zcx_pool_export(p->pools[pool].pool, ptr, nbytes, p->pools[pool].windows, &e, err);
-    if (r) return r;
-    r = zcx_call_gate_of(p, pool, stream, gate, err);
-    if (r) return r;
-    t->ptr = ptr;
-    t->wire = (struct zcx_buffer){.rung = ZCX_RUNG_POOL, .pool = (uint16_t)pool, .nbytes = nbytes, .offset = e.offset,
+    t->wire = (struct zcx_buffer){.rung = ZCX_RUNG_POOL, .pool = (uint16_t)device, .nbytes = nbytes, .offset = e.offset,
                                   .alloc_bytes = e.alloc_bytes, .key = e.buffer_id, .window = e.window};
     memcpy(t->wire.blob, e.blob, sizeof t->wire.blob);
     return 0;
 }
 
-int zcx_parent_lend_pool(struct zcx_parent *p, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, void *owner,
-                         uint64_t *id, struct zcx_err *err) {
+static int slab_buffer(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uint64_t nbytes, int writable, struct transfer *t, struct zcx_err *err) {
+    uint64_t offset;
+    int r = zcx_parent_send_slab(p, device, ptr, nbytes, writable, &t->slab, &offset, err);
+    if (r) return r;
+    t->wire = (struct zcx_buffer){.rung = ZCX_RUNG_VMM, .pool = (uint16_t)device, .nbytes = nbytes, .offset = offset,
+                                  .alloc_bytes = zcx_slab_bytes(t->slab->memory), .key = t->slab->id};
+    return 0;
+}
+
+int zcx_transfer_of_device(struct zcx_parent *p, unsigned device, enum zcx_rung rung, zcu_ptr ptr, uint64_t nbytes, uint8_t flags, zcu_stream stream,
+                           struct transfer *t, struct call_gate **gate, struct zcx_err *err) {
+    if (device >= p->ndevices || p->devices[device].accepted != 1) return zcx_fail(err, ZCX_E_RANGE, "device %u was not accepted by the worker", device);
+    int r = zcx_transfer_reserve(p, err);
+    if (!r) r = zcx_call_gate_of(p, device, stream, gate, err);
+    if (!r) r = rung == ZCX_RUNG_POOL ? pool_buffer(p, device, ptr, nbytes, t, err) : slab_buffer(p, device, ptr, nbytes, flags != 0, t, err);
+    if (r) return r;
+    t->ptr = ptr;
+    t->wire.flags = flags;
+    return 0;
+}
+
+int zcx_parent_lend_device(struct zcx_parent *p, unsigned device, enum zcx_rung rung, zcu_ptr ptr, uint64_t nbytes, int private, zcu_stream stream,
+                           void *owner, uint64_t *id, struct zcx_err *err) {
     REQUIRE(p, p->state == ZCX_PREPARING, "lending", err);
+    if (rung != ZCX_RUNG_POOL && rung != ZCX_RUNG_VMM) return zcx_fail(err, ZCX_E_RANGE, "rung %d lends no device memory", (int)rung);
     struct transfer t = {.owner = owner};
     struct call_gate *g;
-    int r = zcx_transfer_of_pool(p, pool, ptr, nbytes, stream, &t, &g, err);
-    if (r) return r;
+    unsigned known = p->ngates;
+    int r = zcx_transfer_of_device(p, device, rung, ptr, nbytes, private ? ZCX_BUFFER_PRIVATE : 0, stream, &t, &g, err);
+    if (r) {
+        if (p->ngates > known) zcx_call_gate_withdraw(p, &p->gates[--p->ngates]);
+        return r;
+    }
     *id = zcx_transfer_add(p, t)->id;
     return 0;
 }
+
+/* ---- slabs ---- */
+
+/* Descriptors under way count against the sender's limit, and a tensor may be made of hundreds of pieces: after this many, the worker says that
+ * it has closed them. Twice as many are under way at most. */
+#define PIECES_UNDER_WAY 32u
+
+static int send_piece(struct zcx_parent *p, const struct slab *s, uint32_t piece, struct zcx_err *err) {
+    uint32_t npieces = zcx_slab_pieces(s->memory);
+    int answer = (piece + 1) % PIECES_UNDER_WAY == 0;
+    unsigned char body[64];
+    struct zcx_slab_msg m = {.pool = (uint16_t)s->device, .piece = piece, .npieces = npieces, .piece_bytes = zcx_slab_piece_bytes(s->memory, piece),
+                             .bytes = zcx_slab_bytes(s->memory),
+                             .flags = (uint16_t)((s->writable ? ZCX_SLAB_WRITABLE : 0) | (s->stays ? ZCX_SLAB_STAYS : 0) | (answer ? ZCX_SLAB_ANSWER : 0))};
+    int fd, r;
+    if (answer) {
+        r = zcx_parent_await_slabs(p, 0, err); /* of the batch before this one */
+        if (r) return r;
+    }
+    long n = zcx_slab_msg_encode(&m, body, sizeof body, err);
+    if (n < 0) return (int)n;
+    r = zcx_slab_export(s->memory, piece, &fd, err);
+    if (r) return r;
+    r = zcx_parent_tell(p, ZCX_SLAB, s->id, body, (size_t)n, fd, err);
+    close(fd);
+    p->unanswered += !r && answer;
+    return r;
+}
+
+static void forget_slab(struct zcx_parent *p, struct slab *gone) {
+    for (struct slab **at = &p->slabs; *at; at = &(*at)->next)
+        if (*at == gone) {
+            *at = gone->next;
+            zcx_slab_unref(gone->memory);
+            free(gone);
+            return;
+        }
+}
+
+int zcx_parent_send_slab(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uint64_t nbytes, int writable, struct slab **out, uint64_t *offset,
+                         struct zcx_err *err) {
+    struct zcx_slab *memory;
+    zcu_ptr base;
+    int r = 0;
+    if (!(p->features & ZCX_FEATURE_VMM)) return zcx_fail(err, ZCX_E_UNFIT, "the worker's comfy-zerocopy is too old for it");
+    if (zcx_slab_find(ptr, nbytes, &memory, &base)) r = zcx_slab_adopt(ptr, nbytes, &memory, &base, err);
+    if (r) return r;
+    struct slab *s;
+    for (s = p->slabs; s && !(s->memory == memory && s->device == device && s->writable == writable && (s->stays || s->seq == p->seq)); s = s->next) {}
+    if (s) {
+        zcx_slab_unref(memory);
+    } else {
+        s = calloc(1, sizeof *s);
+        if (!s) {
+            zcx_slab_unref(memory);
+            return zcx_fail(err, ENOMEM, "no memory for a slab");
+        }
+        *s = (struct slab){.next = p->slabs, .memory = memory, .id = ++p->next_slab, .seq = p->seq, .device = device, .writable = writable,
+                           .stays = zcx_slab_shared(memory)};
+        p->slabs = s;
+        for (uint32_t piece = 0; piece < zcx_slab_pieces(memory) && !r; piece++) r = send_piece(p, s, piece, err);
+        if (r) {
+            struct zcx_header h = {.type = ZCX_SLAB_DROP, .id = s->id};
+            if (p->state != ZCX_BROKEN) zcx_sock_send(&p->sock, h, NULL, 0, NULL, 0, 0, NULL); /* what came of it goes with the call at the latest */
+            forget_slab(p, s);
+            return r;
+        }
+    }
+    pthread_mutex_lock(&p->lock);
+    s->uses++;
+    pthread_mutex_unlock(&p->lock);
+    *offset = ptr - base;
+    *out = s;
+    return 0;
+}
+
+void zcx_parent_trim_slabs(struct zcx_parent *p, int all) {
+    for (struct slab *s = p->slabs, *next; s; s = next) {
+        next = s->next;
+        if (s->uses || (s->stays && !all)) continue;
+        struct zcx_header h = {.type = ZCX_SLAB_DROP, .id = s->id};
+        if (s->stays && p->state != ZCX_BROKEN && zcx_sock_send(&p->sock, h, NULL, 0, NULL, 0, 0, NULL)) continue; /* it does not read now: later */
+        forget_slab(p, s);
+    }
+}
+
+/* ---- segments ---- */
 
 static int segment_new(struct zcx_parent *p, struct zcx_shm *file, enum zcx_shm_kind kind, struct segment **out, struct zcx_err *err) {
     struct segment *s = calloc(1, sizeof *s);

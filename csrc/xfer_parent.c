@@ -104,7 +104,7 @@ int zcx_parent_hello(struct zcx_parent *p, const char *version, const char *pyth
     unsigned char body[2 * ZCX_STRING_MAX + 64];
     struct zcx_hello hello = {
         .protocol_min = ZCX_PROTOCOL_MIN, .protocol_max = ZCX_PROTOCOL_MAX, .pid = (uint32_t)getpid(),
-        .features = ZCX_FEATURE_HOST | ZCX_FEATURE_POOL, .version = zcx_text_of(version), .python = zcx_text_of(python)};
+        .features = ZCX_FEATURES, .version = zcx_text_of(version), .python = zcx_text_of(python)};
     long n = zcx_hello_encode(&hello, body, sizeof body, err);
     if (n < 0) return (int)n;
     int r = zcx_parent_tell(p, ZCX_HELLO, 0, body, (size_t)n, -1, err);
@@ -234,6 +234,7 @@ static int release_ids(struct zcx_parent *p, const struct zcx_release *m, struct
     }
     zcx_transfers_compact(p);
     pthread_mutex_unlock(&p->lock);
+    zcx_parent_trim_slabs(p, 0);
     return r ? zcx_fail(err, ZCX_E_PROTOCOL, "the worker released a buffer that it does not keep") : 0;
 }
 
@@ -283,6 +284,7 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
         r = zcx_hello_decode(m->body, n, &ev->hello, err);
         if (!r) r = greet(p, &ev->hello, err);
         if (r && r != -ZCX_E_DIED) return r; /* dead already: why its target could not be imported may still be in the queue */
+        p->features = ev->hello.features & ZCX_FEATURES;
         p->state = ZCX_STARTING;
         return 1;
     case ZCX_STARTED:
@@ -294,10 +296,12 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
         struct zcx_pool_reply reply;
         r = zcx_pool_reply_decode(m->body, n, &reply, err);
         if (r) return r;
-        if (reply.index >= p->npools || p->pools[reply.index].accepted != -1) return out_of_turn(p, h, err);
-        p->pools[reply.index].accepted = !reply.refused;
-        ev->kind = ZCX_EV_POOL;
-        ev->pool = reply.index;
+        if (reply.index >= p->ndevices || p->devices[reply.index].accepted != -1) return out_of_turn(p, h, err);
+        struct device *d = &p->devices[reply.index];
+        d->accepted = reply.refused <= ZCX_POOL_REFUSED;
+        d->pooled = d->pool && !reply.refused;
+        ev->kind = ZCX_EV_DEVICE;
+        ev->device = reply.index;
         ev->refused = reply.refused;
         ev->text = reply.reason;
         return 0;
@@ -306,7 +310,7 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
         struct zcx_proved proved;
         r = zcx_proved_decode(m->body, n, &proved, err);
         if (r) return r;
-        if (!p->proof.step || p->proof.answered || proved.step != p->proof.step || proved.pool != p->proof.gate.pool) return out_of_turn(p, h, err);
+        if (!p->proof.step || p->proof.answered || proved.step != p->proof.step || proved.pool != p->proof.gate.device) return out_of_turn(p, h, err);
         p->proof.answered = 1;
         p->proof.failed = proved.failed != 0;
         snprintf(p->proof.reason, sizeof p->proof.reason, "%.*s", (int)(proved.reason.length < 200 ? proved.reason.length : 200), proved.reason.bytes);
@@ -390,11 +394,58 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
         ev->kind = ZCX_EV_HANDLE_DROP;
         ev->handle = h->id;
         return 0;
+    case ZCX_SLAB_TAKEN:
+        if (!p->unanswered) return out_of_turn(p, h, err);
+        p->unanswered--;
+        return 1;
     case ZCX_PONG:
         return 1;
     default:
         return out_of_turn(p, h, err);
     }
+}
+
+/* Receive one message and handle it. 0: *ev; 1: handled; 3: there was none. */
+static int next_message(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *err) {
+    if (p->has_msg) zcx_msg_free(&p->msg);
+    p->has_msg = 0;
+    int r = zcx_sock_recv(&p->sock, &p->msg, err);
+    if (r) return r < 0 ? zcx_parent_broken(p, r) : 3;
+    p->has_msg = 1;
+    memset(ev, 0, sizeof *ev);
+    r = handle(p, ev, err);
+    return r < 0 ? zcx_parent_broken(p, r) : r;
+}
+
+static int hold_drop(struct zcx_parent *p, uint64_t handle, struct zcx_err *err) {
+    if (p->ndropped == p->cdropped) {
+        size_t want = p->cdropped ? 2 * p->cdropped : 16;
+        uint64_t *list = realloc(p->dropped, want * sizeof *list);
+        if (!list) return zcx_fail(err, ENOMEM, "no memory for a handle's number");
+        p->dropped = list;
+        p->cdropped = want;
+    }
+    p->dropped[p->ndropped++] = handle;
+    return 0;
+}
+
+int zcx_parent_await_slabs(struct zcx_parent *p, uint32_t most, struct zcx_err *err) {
+    int64_t until = zcx_now() + ANSWER_NS;
+    while (p->unanswered > most) {
+        struct zcx_event ev;
+        int r = next_message(p, &ev, err);
+        if (r < 0) return r;
+        if (r == 0 && ev.kind == ZCX_EV_HANDLE_DROP) r = hold_drop(p, ev.handle, err);
+        else if (r == 0 && ev.kind != ZCX_EV_RELEASED) /* what it released is drained at the call's end */
+            return zcx_parent_broken(p, zcx_fail(err, ZCX_E_PROTOCOL, "the worker spoke of something else while it was told of memory"));
+        if (r < 0) return r;
+        if (r != 3) continue;
+        do r = zcx_sock_wait(&p->sock, until, PACKET_SPIN_NS, err);
+        while (r == 2); /* the wait is bounded */
+        if (r == 1) r = zcx_fail(err, ZCX_E_PROTOCOL, "the worker does not take the memory that it is told of");
+        if (r < 0) return zcx_parent_broken(p, r);
+    }
+    return 0;
 }
 
 /* 1: DONE was seen on every device of the call. */
@@ -409,9 +460,17 @@ static int done_seen(struct zcx_parent *p, struct zcx_err *err) {
 int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev, struct zcx_err *err) {
     REQUIRE(p, p->state > ZCX_NEW && p->state < ZCX_BROKEN, "receiving", err);
     p->deadline = deadline;
+    if (p->ndropped) {
+        *ev = (struct zcx_event){.kind = ZCX_EV_HANDLE_DROP, .handle = p->dropped[--p->ndropped]};
+        return 0;
+    }
     for (unsigned handled = 0;;) {
         int64_t now = 0;
-        int polling = p->state == ZCX_RETURNING || p->proof.answered; /* for a counter, which no descriptor announces */
+        int rings = p->nrings && p->state >= ZCX_CALLING ? zcx_rings_step(p, err) : 0;
+        if (rings < 0) return rings;
+        int polling = p->state == ZCX_RETURNING || p->proof.answered || rings; /* for a counter, which no descriptor announces */
+        int64_t since = rings && p->state == ZCX_CALLING ? p->ring_since : p->done_since;
+        if (polling) now = zcx_now();
         if (p->proof.answered) {
             struct zcx_event e = {0};
             int r = zcx_proof_seen(p, &e, err);
@@ -424,6 +483,11 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
         }
         if (p->state == ZCX_RETURNING) {
             int r = done_seen(p, err);
+            if (r > 0 && p->nrings) { /* a piece that was filled just before DONE is looked for after it */
+                r = zcx_rings_step(p, err);
+                if (r >= 0) r = zcx_rings_end(p, err);
+                if (r >= 0) r = !r;
+            }
             if (r < 0) return zcx_parent_broken(p, r);
             if (r) {
                 p->state = ZCX_RETURNED;
@@ -433,25 +497,21 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
             now = zcx_now();
             if (now - p->done_since < DONE_SPIN_NS) continue;
         }
-        if (p->has_msg) zcx_msg_free(&p->msg);
-        p->has_msg = 0;
-        int r = zcx_sock_recv(&p->sock, &p->msg, err);
-        if (r < 0) return zcx_parent_broken(p, r);
+        struct zcx_event e;
+        int r = next_message(p, &e, err);
+        if (r < 0) return r;
         if (r == 0) {
-            struct zcx_event e;
-            p->has_msg = 1;
-            memset(&e, 0, sizeof e);
-            r = handle(p, &e, err);
-            if (r < 0) return zcx_parent_broken(p, r);
-            if (r && zcx_now() > deadline) return 1; /* a peer that never stops talking stops no clock, and no signal */
-            if (r && ++handled == MESSAGES_MAX) return 2;
-            if (r) continue;
             *ev = e;
             return 0;
         }
+        if (r == 1) {
+            if (zcx_now() > deadline) return 1; /* a peer that never stops talking stops no clock, and no signal */
+            if (++handled == MESSAGES_MAX) return 2;
+            continue;
+        }
         int64_t until = deadline;
         if (polling) {
-            int64_t sleep = (now - p->done_since) / 8;
+            int64_t sleep = (now - since) / 8;
             if (sleep > DONE_SLEEP_MAX_NS) sleep = DONE_SLEEP_MAX_NS;
             until = now + sleep < deadline ? now + sleep : deadline;
         }
@@ -462,27 +522,50 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
     }
 }
 
-int zcx_parent_allocated(struct zcx_parent *p, uint64_t request, unsigned pool, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream,
-                         void *owner, struct zcx_err *err) {
-    REQUIRE(p, p->state == ZCX_CALLING && request == p->wanted_request, "answering", err);
+/* One that nobody was told of, and of which nothing was queued. */
+static void withdraw_ring(struct zcx_parent *p, struct ring *r) {
+    r->ended = zcx_ring_end_transfer(&r->core, NULL) == 0;
+    zcx_ring_dispose(r);
+    p->nrings--;
+}
+
+/* rung: how the memory is reached; ZCX_RUNG_STAGED: by copies through a window. */
+static int allocated(struct zcx_parent *p, uint64_t request, unsigned device, enum zcx_rung rung, zcu_ptr ptr, uint64_t nbytes,
+                     zcu_stream stream, void *owner, struct zcx_err *err) {
     struct transfer t = {.owner = owner};
     struct call_gate *g;
     unsigned known = p->ngates;
-    int r = zcx_transfer_of_pool(p, pool, ptr, nbytes, stream, &t, &g, err);
+    int r = rung == ZCX_RUNG_STAGED ? zcx_transfer_of_ring(p, device, ptr, nbytes, stream, &t, &g, err)
+                                    : zcx_transfer_of_device(p, device, rung, ptr, nbytes, ZCX_BUFFER_RESULT, stream, &t, &g, err);
     if (!r && g->stream != stream) /* posts of one slot on two streams could land in either order */
         r = zcx_fail(err, ZCX_E_RANGE, "a call uses one stream per device");
     if (!r) r = zcx_call_gate_ready(p, g, err);
     if (r) {
+        if (t.slab) t.slab->uses--;
+        if (t.ring) withdraw_ring(p, t.ring);
         if (p->ngates > known) zcx_call_gate_withdraw(p, &p->gates[--p->ngates]); /* the call would wait for its DONE */
         return r;
     }
-    t.wire.flags = ZCX_BUFFER_RESULT;
     struct zcx_allocated m = {.has_gate = 1, .gate = zcx_call_gate_ref(g), .buffer = zcx_transfer_add(p, t)->wire};
     p->result_bytes += nbytes;
     p->wanted_request = 0;
     r = send_allocated(p, request, &m, err);
     if (r) zcx_transfer_find(p, m.buffer.id)->owner = NULL; /* nobody was told of it: it stays the caller's */
     return r;
+}
+
+int zcx_parent_allocated(struct zcx_parent *p, uint64_t request, unsigned device, enum zcx_rung rung, zcu_ptr ptr, uint64_t nbytes,
+                         zcu_stream stream, void *owner, struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_CALLING && request == p->wanted_request, "answering", err);
+    if (rung != ZCX_RUNG_POOL && rung != ZCX_RUNG_VMM) return zcx_fail(err, ZCX_E_RANGE, "rung %d has no device results", (int)rung);
+    return allocated(p, request, device, rung, ptr, nbytes, stream, owner, err);
+}
+
+int zcx_parent_allocated_ring(struct zcx_parent *p, uint64_t request, unsigned device, zcu_ptr ptr, uint64_t nbytes, zcu_stream stream, void *owner,
+                              struct zcx_err *err) {
+    REQUIRE(p, p->state == ZCX_CALLING && request == p->wanted_request, "answering", err);
+    if (!(p->features & ZCX_FEATURE_RING)) return zcx_fail(err, ZCX_E_UNFIT, "the worker's comfy-zerocopy is too old for copies through a window");
+    return allocated(p, request, device, ZCX_RUNG_STAGED, ptr, nbytes, stream, owner, err);
 }
 
 int zcx_parent_refuse(struct zcx_parent *p, uint64_t request, enum zcx_refusal code, const char *reason, struct zcx_err *err) {
@@ -498,7 +581,7 @@ int zcx_parent_lent(struct zcx_parent *p, uint64_t id, struct zcx_lent *out) {
     if (!t || t->seq != p->seq) return 1;
     *out = (struct zcx_lent){.nbytes = t->wire.nbytes, .result = t->wire.flags & ZCX_BUFFER_RESULT, .device = t->wire.rung != ZCX_RUNG_HOST,
                              .owner = t->owner, .address = t->range ? zcx_range_address(t->range) : NULL,
-                             .pool = t->wire.pool, .ptr = t->ptr, .window = t->wire.window};
+                             .rung = (enum zcx_rung)t->wire.rung, .ptr = t->ptr, .window = t->wire.window, .complete = !t->ring || t->ring->complete};
     return 0;
 }
 
@@ -519,6 +602,7 @@ void zcx_parent_end(struct zcx_parent *p) {
         else zcx_call_gate_drop(p, &p->gates[i]);
     }
     p->ngates = 0;
+    if (nothing_sent && p->nrings) zcx_rings_end(p, NULL); /* nothing was queued: they end at once */
     pthread_mutex_lock(&p->lock);
     for (size_t i = 0; i < p->ntransfers; i++) {
         struct transfer *t = &p->transfers[i];
@@ -531,6 +615,7 @@ void zcx_parent_end(struct zcx_parent *p) {
     free(p->outcome_bytes);
     p->outcome_bytes = NULL;
     if (p->state != ZCX_BROKEN) p->state = ZCX_IDLE;
+    zcx_parent_trim_slabs(p, 0);
     zcx_parent_trim_segments(p, zcx_parent_warm_bound());
 }
 
@@ -562,16 +647,29 @@ void zcx_parent_shutdown(struct zcx_parent *p) {
     if (p->creator == getpid()) zcx_sock_shutdown(&p->sock);
 }
 
+/* The worker is gone: all is released, but for what copies of our own still read or write. */
+static void release_gone(struct zcx_parent *p) {
+    if (p->nrings) zcx_rings_end(p, NULL);
+    pthread_mutex_lock(&p->lock);
+    for (size_t i = 0; i < p->ntransfers; i++)
+        if (!p->transfers[i].ring || p->transfers[i].ring->ended) zcx_transfer_release(p, &p->transfers[i]);
+    zcx_transfers_compact(p);
+    pthread_mutex_unlock(&p->lock);
+    zcx_parent_trim_slabs(p, 1);
+}
+
 void zcx_parent_gone(struct zcx_parent *p) {
     if (p->creator != getpid()) return;
     p->state = ZCX_BROKEN;
     for (unsigned i = 0; i < p->ngates; i++) zcx_call_gate_drop(p, &p->gates[i]);
     p->ngates = 0;
     if (p->proof.step) zcx_proof_end(p);
-    for (unsigned i = 0; i < p->npools; i++)
-        for (unsigned k = 0; k < ZCX_PROVE_WINDOWS; k++) {
-            if (p->pools[i].doubted[k]) zcx_pool_free(p->pools[i].pool, p->pools[i].doubted[k], NULL, NULL);
-            p->pools[i].doubted[k] = 0;
+    for (unsigned i = 0; i < p->ndevices; i++)
+        for (unsigned k = 0; k < ZCX_PROVE_STEPS; k++) {
+            struct device *d = &p->devices[i];
+            if (d->doubted[k].block) zcx_block_put(d->doubted[k].block);
+            else if (d->doubted[k].memory) zcx_pool_free(d->pool, d->doubted[k].memory, NULL, NULL);
+            memset(&d->doubted[k], 0, sizeof d->doubted[k]);
         }
     if (p->has_msg) zcx_msg_free(&p->msg);
     p->has_msg = 0;
@@ -580,9 +678,8 @@ void zcx_parent_gone(struct zcx_parent *p) {
     zcx_sock_shutdown(&p->sock);
     shutdown(p->control, SHUT_RDWR);
     p->gone = 1;
+    release_gone(p);
     pthread_mutex_lock(&p->lock);
-    for (size_t i = 0; i < p->ntransfers; i++) zcx_transfer_release(p, &p->transfers[i]);
-    p->ntransfers = 0;
     while (p->segments) {
         struct segment *s = p->segments;
         p->segments = s->next;
@@ -590,15 +687,21 @@ void zcx_parent_gone(struct zcx_parent *p) {
         free(s);
     }
     pthread_mutex_unlock(&p->lock);
+    zcx_parent_trim_slabs(p, 1);
 }
 
-int zcx_parent_idle(struct zcx_parent *p) { return p->creator != getpid() || (p->gone && zcx_gate_idle(p->gate)); }
+int zcx_parent_idle(struct zcx_parent *p) {
+    if (p->creator != getpid()) return 1;
+    if (p->gone && p->nrings) release_gone(p);
+    return p->gone && !p->nrings && zcx_gate_idle(p->gate);
+}
 
 void zcx_parent_free(struct zcx_parent *p) {
     if (!p) return;
     if (p->creator == getpid()) {
         zcx_gate_free(p->gate);
-        for (unsigned i = 0; i < p->npools; i++) zcx_pool_unref(p->pools[i].pool);
+        zcx_windows_free(p);
+        for (unsigned i = 0; i < p->ndevices; i++) zcx_pool_unref(p->devices[i].pool);
         zcx_files_close(p->files, p->results);
         zcx_shm_unref(p->results);
         pthread_mutex_destroy(&p->lock);
@@ -608,6 +711,7 @@ void zcx_parent_free(struct zcx_parent *p) {
     free(p->outcome_bytes);
     free(p->transfers);
     free(p->released);
+    free(p->dropped);
     free(p);
 }
 
@@ -644,7 +748,7 @@ size_t zcx_parent_kept(struct zcx_parent *p, struct zcx_kept *out, size_t room) 
     for (size_t i = 0; i < p->ntransfers; i++) {
         const struct transfer *t = &p->transfers[i];
         if (t->state != KEPT || t->leased) continue;
-        int ordinal = t->wire.rung == ZCX_RUNG_HOST ? -1 : zcx_pool_ordinal(p->pools[t->wire.pool].pool);
+        int ordinal = t->wire.rung == ZCX_RUNG_HOST ? -1 : p->devices[t->wire.pool].ordinal;
         if (!n || last.seq != t->seq || last.ordinal != ordinal) {
             last = (struct zcx_kept){.seq = t->seq, .ordinal = ordinal};
             n++;
@@ -658,7 +762,10 @@ size_t zcx_parent_kept(struct zcx_parent *p, struct zcx_kept *out, size_t room) 
 }
 
 void zcx_parent_rest(struct zcx_parent *p) {
-    if (p->creator == getpid() && p->state == ZCX_IDLE) zcx_parent_give_up_idle(p);
+    if (p->creator != getpid() || p->state != ZCX_IDLE) return;
+    zcx_windows_free(p);
+    zcx_parent_give_up_idle(p);
+    zcx_parent_trim_slabs(p, 1);
 }
 
 uint64_t zcx_parent_reclaim(struct zcx_parent *p) {

@@ -3,73 +3,20 @@
  * One rule decides the order of everything here: the parent may free what it lent as soon as it sees DONE (or RELEASE), so
  * both are said only after the un-import, and the un-import waits for all work of this process's context, not for one
  * stream: a side stream that nobody joined must not write into memory that belongs to somebody else by then. */
-#include "xfer.h"
+#include "xfer_worker.h"
 
 #include <errno.h>
 #include <poll.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <unistd.h>
 
 #define SEND_NS (30ll * 1000000000)
 /* While GPU work of the last call or release is under way it is looked at this often, and after that long asked about. */
 #define WATCH_NS 1000000
 #define WATCH_ASK_NS 20000000
 #define PACKET_SPIN_NS 20000
-
-struct device {
-    struct zcx_pool *pool;
-    int ordinal;
-    zcu_stream gate_stream;      /* non-blocking: waits for the whole context, then un-imports and posts */
-    zcu_event work;              /* records the context's work */
-    /* the gate of the call under way */
-    int in_call;
-    struct zcx_gate_ref gate;
-    /* DONE of the last call, until it was seen to complete */
-    int watched;
-    int64_t asked;               /* when the driver was last asked about the gate stream */
-    /* an un-import outside a call: RELEASE goes out when it completed */
-    int releasing;
-    zcu_event released;
-};
-
-struct segment {
-    struct segment *next;
-    uint64_t id;
-    struct zcx_shm *file;
-};
-
-struct zcx_import {
-    struct zcx_import *next, **link;
-    struct zcx_worker *owner;
-    struct zcx_buffer wire;
-    uint64_t seq;
-    int ordinal;                 /* -1: host */
-    void *address;               /* host: where; device: the first byte lent, as a number */
-    enum { LIVE, DROPPED, RELEASING } state;
-};
-
-struct zcx_worker {
-    struct zcx_sock sock;
-    pid_t pid;                   /* a child of fork() shares the connection, and must not speak on it */
-    int kick;                    /* eventfd: something was dropped while the main thread waits */
-    struct zcx_gate *gate;
-    struct device devices[ZCX_MAX_DEVICES]; /* by the pool's index on the wire; pool NULL: refused or never offered */
-    struct segment *segments;    /* under the lock: a thread that asks for a result receives, while another maps an input */
-    _Atomic uint64_t seq;        /* of the call under way or the last one; zcx_worker_progress reads it from any thread */
-    int in_call;                 /* results can be asked for; under rpc */
-    struct zcx_msg msg;
-    int has_msg;
-    pthread_mutex_t rpc;         /* one ALLOC at a time, and none across the end of a call */
-    uint64_t request;
-    uint64_t *dropped;           /* handles that the parent let go of while an answer was awaited: next() tells of them */
-    size_t ndropped, cdropped;
-    pthread_mutex_t lock;        /* over the imports and segments */
-    struct zcx_import *imports;
-};
 
 int zcx_worker_new(struct zcx_worker **out, int sock_fd, struct zcx_err *err) {
     struct zcx_worker *w = calloc(1, sizeof *w);
@@ -123,7 +70,7 @@ void zcx_worker_free(struct zcx_worker *w) {
     free(w);
 }
 
-static int send_body(struct zcx_worker *w, struct zcx_header h, const void *head, size_t nhead, const void *tree, size_t ntree, struct zcx_err *err) {
+int zcx_worker_tell(struct zcx_worker *w, struct zcx_header h, const void *head, size_t nhead, const void *tree, size_t ntree, struct zcx_err *err) {
     struct zcx_piece pieces[2] = {{head, nhead}, {tree, ntree}};
     int r = zcx_sock_send(&w->sock, h, pieces, 2, NULL, 0, zcx_now() + SEND_NS, err);
     return r == 1 ? zcx_fail(err, ZCX_E_DIED, "the parent does not read its messages") : r;
@@ -133,10 +80,10 @@ int zcx_worker_hello(struct zcx_worker *w, const struct zcx_hello *parents, cons
     unsigned char body[2 * ZCX_STRING_MAX + 64];
     uint16_t common = parents->protocol_max < ZCX_PROTOCOL_MAX ? parents->protocol_max : ZCX_PROTOCOL_MAX;
     struct zcx_hello hello = {.protocol_min = ZCX_PROTOCOL_MIN, .protocol_max = common, .pid = (uint32_t)getpid(),
-                              .features = ZCX_FEATURE_HOST | ZCX_FEATURE_POOL, .version = zcx_text_of(version), .python = zcx_text_of(python)};
+                              .features = ZCX_FEATURES, .version = zcx_text_of(version), .python = zcx_text_of(python)};
     long n = zcx_hello_encode(&hello, body, sizeof body, err);
     if (n < 0) return (int)n;
-    int r = send_body(w, (struct zcx_header){.type = ZCX_HELLO}, body, (size_t)n, NULL, 0, err);
+    int r = zcx_worker_tell(w, (struct zcx_header){.type = ZCX_HELLO}, body, (size_t)n, NULL, 0, err);
     if (!r && (common < ZCX_PROTOCOL_MIN || common < parents->protocol_min))
         r = zcx_fail(err, ZCX_E_PROTOCOL, "the parent's comfy-zerocopy %.*s speaks protocol %u to %u, this one %d to %d", (int)parents->version.length,
                      parents->version.bytes, parents->protocol_min, parents->protocol_max, ZCX_PROTOCOL_MIN, ZCX_PROTOCOL_MAX);
@@ -144,7 +91,7 @@ int zcx_worker_hello(struct zcx_worker *w, const struct zcx_hello *parents, cons
 }
 
 int zcx_worker_started(struct zcx_worker *w, struct zcx_err *err) {
-    return send_body(w, (struct zcx_header){.type = ZCX_STARTED}, NULL, 0, NULL, 0, err);
+    return zcx_worker_tell(w, (struct zcx_header){.type = ZCX_STARTED}, NULL, 0, NULL, 0, err);
 }
 
 static int send_result(struct zcx_worker *w, enum zcx_type type, uint32_t code, uint64_t seq, const uint64_t *kept, uint32_t nkept,
@@ -155,185 +102,13 @@ static int send_result(struct zcx_worker *w, enum zcx_type type, uint32_t code, 
     struct zcx_result_msg m = {.nkept = nkept, .code = code, .kept = head + fixed};
     for (uint32_t i = 0; i < nkept; i++) zcx_wire_put_u64(head + fixed, i, kept[i]);
     long n = zcx_result_msg_encode(&m, head, fixed, err);
-    int r = n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = (uint16_t)type, .seq = seq}, head, (size_t)n, tree, tree_bytes, err);
+    int r = n < 0 ? (int)n : zcx_worker_tell(w, (struct zcx_header){.type = (uint16_t)type, .seq = seq}, head, (size_t)n, tree, tree_bytes, err);
     free(head);
     return r;
 }
 
 int zcx_worker_failed_start(struct zcx_worker *w, const void *tree, size_t tree_bytes, struct zcx_err *err) {
     return send_result(w, ZCX_ERROR, ZCX_FAILED_STARTUP, 0, NULL, 0, tree, tree_bytes, err);
-}
-
-/* ---- what the parent introduces ---- */
-
-static int take_pool(struct zcx_worker *w, struct zcx_err *err) {
-    struct zcx_pool_msg m;
-    struct zcx_err why = {0};
-    unsigned char body[ZCX_STRING_MAX + 64];
-    int r = zcx_pool_msg_decode(w->msg.body, w->msg.header.length, &m, err);
-    if (r) return r;
-    if (m.index >= ZCX_MAX_DEVICES || w->devices[m.index].pool || w->msg.nfds != 1 || !w->gate)
-        return zcx_fail(err, ZCX_E_PROTOCOL, "the parent offered pool %u out of turn", m.index);
-    struct device *d = &w->devices[m.index], new = {0};
-    zcu_uuid uuid;
-    const struct zcx_driver *driver;
-    struct zcx_scope scope;
-    memcpy(uuid.bytes, m.uuid, sizeof uuid.bytes);
-    int unseen;
-    r = zcx_driver_open(&driver, &why);
-    if (!r) r = zcx_driver_find(driver, &uuid, &new.ordinal);
-    unseen = r != 0; /* without a driver there is no device either */
-    if (r == 1) r = zcx_fail(&why, ZCX_E_UNFIT, "the worker does not see this GPU (CUDA_VISIBLE_DEVICES)");
-    if (!r) r = zcx_pool_import(&new.pool, w->msg.fds[0], &uuid, &why);
-    if (!r) r = zcx_gate_register(w->gate, new.ordinal, &why);
-    if (!r) {
-        r = zcx_scope_open(&scope, new.ordinal, &why);
-        if (!r) {
-            r = zcx_cu(&why, "cuStreamCreate", driver->StreamCreate(&new.gate_stream, ZCU_STREAM_NON_BLOCKING));
-            if (!r) r = zcx_cu(&why, "cuEventCreate", driver->EventCreate(&new.work, ZCU_EVENT_DISABLE_TIMING));
-            if (!r) r = zcx_cu(&why, "cuEventCreate", driver->EventCreate(&new.released, ZCU_EVENT_DISABLE_TIMING));
-            zcx_scope_close(&scope);
-        }
-    }
-    char reason[512];
-    if (r < 0) {
-        if (why.cuda) snprintf(reason, sizeof reason, "%s: %s %s", why.call, zcx_driver_error_name(why.cuda), why.text);
-        else snprintf(reason, sizeof reason, "%s", why.text);
-        if (new.pool) zcx_pool_unref(new.pool);
-    } else {
-        *d = new;
-    }
-    struct zcx_pool_reply reply = {.index = m.index, .refused = r >= 0 ? 0 : unseen ? ZCX_POOL_UNSEEN : ZCX_POOL_REFUSED,
-                                   .reason = zcx_text_of(r < 0 ? reason : "")};
-    long n = zcx_pool_reply_encode(&reply, body, sizeof body, err);
-    return n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = ZCX_POOL_REPLY}, body, (size_t)n, NULL, 0, err);
-}
-
-static int take_segment(struct zcx_worker *w, struct zcx_err *err) {
-    struct zcx_segment m;
-    int r = zcx_segment_decode(w->msg.body, w->msg.header.length, &m, err);
-    if (r) return r;
-    if (w->msg.nfds != 1) return zcx_fail(err, ZCX_E_PROTOCOL, "a segment came without its descriptor");
-    struct segment *s = calloc(1, sizeof *s);
-    if (!s) return zcx_fail(err, ENOMEM, "no memory for a segment");
-    s->id = w->msg.header.id;
-    r = zcx_shm_take_fd(&s->file, zcx_msg_take_fd(&w->msg, 0), (enum zcx_shm_kind)m.kind, m.size, err);
-    if (r) {
-        free(s);
-        return r;
-    }
-    pthread_mutex_lock(&w->lock);
-    s->next = w->segments;
-    w->segments = s;
-    pthread_mutex_unlock(&w->lock);
-    return 0;
-}
-
-static void drop_segment(struct zcx_worker *w, uint64_t id) {
-    struct segment **at, *s;
-    pthread_mutex_lock(&w->lock);
-    for (at = &w->segments; (s = *at) && s->id != id; at = &s->next) {}
-    if (s) *at = s->next;
-    pthread_mutex_unlock(&w->lock);
-    if (!s) return;
-    zcx_shm_unref(s->file);
-    free(s);
-}
-
-/* With a reference for the caller; NULL: there is none of this id. */
-static struct zcx_shm *segment_of(struct zcx_worker *w, uint64_t id) {
-    struct segment *s;
-    pthread_mutex_lock(&w->lock);
-    for (s = w->segments; s && s->id != id; s = s->next) {}
-    struct zcx_shm *file = s ? zcx_shm_ref(s->file) : NULL;
-    pthread_mutex_unlock(&w->lock);
-    return file;
-}
-
-static int take_event(struct zcx_worker *w, struct zcx_err *err) {
-    struct zcx_gate_event m;
-    zcu_ipc_event handle;
-    int r = zcx_gate_event_decode(w->msg.body, w->msg.header.length, &m, err);
-    if (r) return r;
-    if (m.pool >= ZCX_MAX_DEVICES || !w->devices[m.pool].pool || m.slot >= ZCX_GATE_SLOTS)
-        return zcx_fail(err, ZCX_E_PROTOCOL, "an event for slot %u of pool %u, which was not accepted", m.slot, m.pool);
-    memcpy(handle.bytes, m.handle, sizeof handle.bytes);
-    return zcx_gate_event_import(w->gate, w->devices[m.pool].ordinal, m.slot, &handle, err);
-}
-
-/* ---- the start-up check ---- */
-
-static struct zcx_seams seams_of(const struct zcx_export *e) {
-    return zcx_windows_seams(e->blob, e->alloc_bytes, e->offset, e->window);
-}
-
-/* Imported twice, the second time by count: the parent's marks must be seen through both, and still when one was dropped. */
-static int prove_counting(struct device *d, const struct zcx_export *e, uint64_t seed, const struct zcx_driver *driver, struct zcx_err *err) {
-    struct zcx_seams seams = seams_of(e);
-    zcu_ptr first, second;
-    int r = zcx_pool_map(d->pool, e, &first, err);
-    if (r) return r;
-    r = zcx_pool_map(d->pool, e, &second, err);
-    if (!r) {
-        r = zcx_canary_check(driver, first + e->offset, &seams, seed, d->gate_stream, err);
-        int undone = zcx_pool_unmap(d->pool, e->buffer_id, d->gate_stream, NULL, r ? NULL : err);
-        if (!r) r = undone;
-        if (!r) r = zcx_canary_check(driver, second + e->offset, &seams, seed, d->gate_stream, err);
-    }
-    int undone = zcx_pool_unmap(d->pool, e->buffer_id, d->gate_stream, NULL, r ? NULL : err);
-    return r ? r : undone;
-}
-
-/* Imported again after it was given up, as a tensor is that is lent call after call: the marks must be there once more. Marks
- * of our own are written behind slow work; the un-import after them is queued, and must not come before them. */
-static int prove_again(struct device *d, const struct zcx_export *e, uint64_t seed, const struct zcx_driver *driver, struct zcx_err *err) {
-    struct zcx_seams seams = seams_of(e);
-    zcu_ptr base;
-    int r = zcx_cu(err, "cuStreamSynchronize", driver->StreamSynchronize(d->gate_stream)); /* see await_release */
-    if (!r) r = zcx_pool_map(d->pool, e, &base, err);
-    if (r) return r;
-    r = zcx_canary_check(driver, base + e->offset, &seams, seed, d->gate_stream, err);
-    if (!r) r = zcx_canary_write(driver, base + e->offset, &seams, seed + 1, d->gate_stream, err);
-    int undone = zcx_pool_unmap(d->pool, e->buffer_id, d->gate_stream, NULL, r ? NULL : err);
-    return r ? r : undone;
-}
-
-static int join_context(const struct zcx_driver *driver, struct device *d, struct zcx_err *err);
-
-static int take_proof(struct zcx_worker *w, struct zcx_err *err) {
-    struct zcx_prove m;
-    struct zcx_err why = {0};
-    struct zcx_scope scope;
-    unsigned char body[ZCX_STRING_MAX + 64];
-    char reason[320] = "";
-    int r = zcx_prove_decode(w->msg.body, w->msg.header.length, &m, err);
-    if (r) return r;
-    if ((m.step != ZCX_PROVE_POOL && m.step != ZCX_PROVE_WINDOWS) || (m.step == ZCX_PROVE_WINDOWS) != (m.buffer.window != 0))
-        return zcx_fail(err, ZCX_E_PROTOCOL, "a check of unknown kind %u", m.step);
-    if (m.buffer.pool >= ZCX_MAX_DEVICES || !w->devices[m.buffer.pool].pool || m.gate.pool != m.buffer.pool ||
-        m.buffer.rung != ZCX_RUNG_POOL || m.buffer.nbytes != ZCX_CANARY_BYTES || m.gate.ready_slot >= ZCX_GATE_SLOTS || m.gate.done_slot >= ZCX_GATE_SLOTS)
-        return zcx_fail(err, ZCX_E_PROTOCOL, "a check on pool %u, which was not accepted", m.buffer.pool);
-    struct device *d = &w->devices[m.buffer.pool];
-    struct zcx_export e = {.buffer_id = m.buffer.key, .alloc_bytes = m.buffer.alloc_bytes, .offset = m.buffer.offset, .window = m.buffer.window};
-    memcpy(e.blob, m.buffer.blob, sizeof e.blob);
-    r = zcx_scope_open(&scope, d->ordinal, err);
-    if (r) return r;
-    int seen = zcx_gate_await(w->gate, d->ordinal, m.gate.ready_slot, m.gate.ready, d->gate_stream, &why);
-    if (!seen) seen = prove_counting(d, &e, m.seed, scope.d, &why);
-    if (!seen) seen = prove_again(d, &e, m.seed, scope.d, &why);
-    if (seen) snprintf(reason, sizeof reason, "%s%s%s%s%s", why.call ? why.call : "", why.call ? ": " : "",
-                       why.cuda ? zcx_driver_error_name(why.cuda) : "", why.cuda ? ", " : "", why.text);
-    r = join_context(scope.d, d, err); /* windows of an import that failed half way are given up on another stream */
-    if (!r) r = zcx_gate_post(w->gate, d->ordinal, m.gate.done_slot, m.gate.done, d->gate_stream, err);
-    if (r) goto close_scope;
-    struct zcx_proved proved = {.pool = m.buffer.pool, .failed = seen != 0, .step = m.step, .reason = zcx_text_of(reason)};
-    long n = zcx_proved_encode(&proved, body, sizeof body, err);
-    r = n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = ZCX_PROVED}, body, (size_t)n, NULL, 0, err);
-    /* A check that faulted is this worker's end, at once: nobody would look at this stream again, and DONE would never come. */
-    if (!r) r = zcx_cu(err, "cuStreamSynchronize", scope.d->StreamSynchronize(d->gate_stream));
-close_scope:
-    zcx_scope_close(&scope);
-    return r;
 }
 
 /* Messages that may come at any time and are dealt with here. 1: it was one of them. */
@@ -350,12 +125,15 @@ static int introduced(struct zcx_worker *w, struct zcx_err *err) {
         r = zcx_gate_open(&w->gate, w->msg.fds[0], err);
         break;
     }
-    case ZCX_GATE_EVENT: r = take_event(w, err); break;
-    case ZCX_POOL: r = take_pool(w, err); break;
-    case ZCX_PROVE: r = take_proof(w, err); break;
-    case ZCX_SEGMENT: r = take_segment(w, err); break;
-    case ZCX_SEGMENT_DROP: drop_segment(w, h->id); r = 0; break;
-    case ZCX_PING: r = send_body(w, (struct zcx_header){.type = ZCX_PONG}, NULL, 0, NULL, 0, err); break;
+    case ZCX_GATE_EVENT: r = zcx_worker_take_event(w, err); break;
+    case ZCX_POOL:
+    case ZCX_DEVICE: r = zcx_worker_take_device(w, err); break;
+    case ZCX_SLAB: r = zcx_worker_take_slab(w, err); break;
+    case ZCX_SLAB_DROP: r = zcx_worker_drop_slab(w, h->id, err); break;
+    case ZCX_PROVE: r = zcx_worker_take_proof(w, err); break;
+    case ZCX_SEGMENT: r = zcx_worker_take_segment(w, err); break;
+    case ZCX_SEGMENT_DROP: zcx_worker_drop_segment(w, h->id); r = 0; break;
+    case ZCX_PING: r = zcx_worker_tell(w, (struct zcx_header){.type = ZCX_PONG}, NULL, 0, NULL, 0, err); break;
     default: return 0;
     }
     return r ? r : 1;
@@ -372,8 +150,8 @@ static int receive(struct zcx_worker *w, struct zcx_err *err) {
 /* ---- gates ---- */
 
 static int set_gate(struct zcx_worker *w, const struct zcx_gate_ref *g, struct zcx_err *err) {
-    if (g->pool >= ZCX_MAX_DEVICES || !w->devices[g->pool].pool || g->ready_slot >= ZCX_GATE_SLOTS || g->done_slot >= ZCX_GATE_SLOTS)
-        return zcx_fail(err, ZCX_E_PROTOCOL, "a gate on pool %u, which was not accepted", g->pool);
+    if (g->pool >= ZCX_MAX_DEVICES || !w->devices[g->pool].open || g->ready_slot >= ZCX_GATE_SLOTS || g->done_slot >= ZCX_GATE_SLOTS)
+        return zcx_fail(err, ZCX_E_PROTOCOL, "a gate on device %u, which was not accepted", g->pool);
     w->devices[g->pool].gate = *g;
     w->devices[g->pool].in_call = 1;
     return 0;
@@ -397,8 +175,7 @@ int zcx_worker_begin(struct zcx_worker *w, zcx_stream_of stream_of, void *arg, s
     return 0;
 }
 
-/* Let the gate stream go on only after everything that this context was given so far. */
-static int join_context(const struct zcx_driver *driver, struct device *d, struct zcx_err *err) {
+int zcx_device_join(const struct zcx_driver *driver, struct device *d, struct zcx_err *err) {
     zcu_ctx context;
     int r = zcx_cu(err, "cuCtxGetCurrent", driver->CtxGetCurrent(&context));
     if (r) return r;
@@ -409,124 +186,57 @@ static int join_context(const struct zcx_driver *driver, struct device *d, struc
     return r;
 }
 
-/* ---- imports ---- */
-
-/* An un-import of the same allocation that is queued, but not done, would take a new import of it away: the driver counts no
- * second one. The wait is for this process's own work. */
-static int await_release(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_err *err) {
-    int queued = 0;
-    pthread_mutex_lock(&w->lock);
-    for (const struct zcx_import *i = w->imports; i; i = i->next)
-        queued |= i->state == RELEASING && i->wire.pool == b->pool && i->wire.key == b->key;
-    pthread_mutex_unlock(&w->lock);
-    if (!queued) return 0;
-    struct zcx_scope scope;
-    int r = zcx_scope_open(&scope, w->devices[b->pool].ordinal, err);
-    if (r) return r;
-    r = zcx_cu(err, "cuStreamSynchronize", scope.d->StreamSynchronize(w->devices[b->pool].gate_stream));
-    zcx_scope_close(&scope);
-    return r;
-}
-
-int zcx_worker_map(struct zcx_worker *w, const struct zcx_buffer *b, struct zcx_import **out, struct zcx_err *err) {
-    struct zcx_import *i = calloc(1, sizeof *i);
-    int r;
-    if (!i) return zcx_fail(err, ENOMEM, "no memory for an import");
-    i->owner = w;
-    i->wire = *b;
-    i->seq = w->seq;
-    i->ordinal = -1;
-    if (b->rung == ZCX_RUNG_HOST) {
-        struct zcx_shm *file = segment_of(w, b->key);
-        r = file ? zcx_shm_map(file, b->offset, b->nbytes, &i->address, err) : zcx_fail(err, ZCX_E_PROTOCOL, "a buffer in an unknown segment");
-        zcx_shm_unref(file);
-    } else if (b->rung == ZCX_RUNG_POOL && b->pool < ZCX_MAX_DEVICES && w->devices[b->pool].pool) {
-        struct zcx_export e = {.buffer_id = b->key, .alloc_bytes = b->alloc_bytes, .offset = b->offset, .window = b->window};
-        zcu_ptr base;
-        memcpy(e.blob, b->blob, sizeof e.blob);
-        i->ordinal = w->devices[b->pool].ordinal;
-        r = await_release(w, b, err);
-        if (!r) r = zcx_pool_map(w->devices[b->pool].pool, &e, &base, err);
-        if (!r) i->address = (void *)(uintptr_t)(base + b->offset);
-    } else {
-        r = zcx_fail(err, ZCX_E_UNFIT, "the worker has no way to import rung %u", b->rung);
-    }
-    if (r) {
-        free(i);
-        return r;
-    }
-    pthread_mutex_lock(&w->lock);
-    i->next = w->imports;
-    i->link = &w->imports;
-    if (i->next) i->next->link = &i->next;
-    w->imports = i;
-    pthread_mutex_unlock(&w->lock);
-    *out = i;
-    return 0;
-}
-
-void zcx_import_info(const struct zcx_import *i, struct zcx_import_info *out) {
-    *out = (struct zcx_import_info){.id = i->wire.id, .nbytes = i->wire.nbytes, .seq = i->seq, .ordinal = i->ordinal, .address = i->address,
-                                    .result = i->wire.flags & ZCX_BUFFER_RESULT};
-    if (i->ordinal >= 0) out->seams = zcx_windows_seams(i->wire.blob, i->wire.alloc_bytes, i->wire.offset, i->wire.window);
-}
-
-int zcx_import_edited(const struct zcx_import *i) {
-    return i->ordinal < 0 && !(i->wire.flags & ZCX_BUFFER_RESULT) && i->wire.nbytes ? zcx_shm_edited(i->address, i->wire.nbytes) : 0;
-}
-
-void zcx_import_drop(struct zcx_import *i) {
-    struct zcx_worker *w = i->owner;
-    uint64_t one = 1;
-    if (w->pid != getpid()) return; /* the lock may be held by a thread that is not here */
-    pthread_mutex_lock(&w->lock);
-    i->state = DROPPED;
-    pthread_mutex_unlock(&w->lock);
-    ssize_t n = write(w->kick, &one, sizeof one);
-    (void)n; /* full: the waiter wakes up all the same */
-}
-
-static void forget_locked(struct zcx_import *i) {
-    *i->link = i->next;
-    if (i->next) i->next->link = i->link;
-    free(i);
-}
-
-/* Un-import one. On the device this is ordered after the context's work by the gate stream. */
-static int unmap(struct zcx_worker *w, struct zcx_import *i, struct zcx_err *err) {
-    if (i->ordinal < 0) {
-        zcx_shm_unmap(i->address, i->wire.nbytes);
-        return 0;
-    }
-    struct device *d = &w->devices[i->wire.pool];
-    return zcx_pool_unmap(d->pool, i->wire.key, d->gate_stream, NULL, err);
-}
-
-uint32_t zcx_worker_alive(struct zcx_worker *w) {
-    uint32_t n = 0;
-    pthread_mutex_lock(&w->lock);
-    for (const struct zcx_import *i = w->imports; i; i = i->next) n += i->state == LIVE && i->seq == w->seq;
-    pthread_mutex_unlock(&w->lock);
-    return n;
+int zcx_device_settle(const struct zcx_driver *driver, struct device *d, struct zcx_err *err) {
+    int r = zcx_device_join(driver, d, err);
+    return r ? r : zcx_cu(err, "cuStreamSynchronize", driver->StreamSynchronize(d->gate_stream));
 }
 
 /* ---- the end of a call ---- */
 
+/* What was dropped by now, in this call or (`seq` 0) outside any, may be un-mapped once all work that the context was given by now is over.
+ * What is dropped later may have work of its own by then. */
+static void mark_dropped(struct zcx_worker *w, unsigned device, uint64_t seq) {
+    pthread_mutex_lock(&w->lock);
+    for (struct zcx_import *i = w->imports; i; i = i->next)
+        if (i->state == DROPPED && i->ordinal >= 0 && i->wire.pool == device && (!seq || i->seq == seq)) i->state = GOING;
+    pthread_mutex_unlock(&w->lock);
+}
+
+static int unmap_marked(struct zcx_worker *w, unsigned device, int of_slabs, struct zcx_err *err) {
+    int r = 0;
+    pthread_mutex_lock(&w->lock);
+    for (struct zcx_import *i = w->imports, *next; i && !r; i = next) {
+        next = i->next;
+        if (i->state != GOING || i->wire.pool != device || (i->slab != NULL) != of_slabs) continue;
+        r = zcx_import_unmap(w, i, err);
+        if (!r) zcx_import_forget(i);
+    }
+    pthread_mutex_unlock(&w->lock);
+    return r;
+}
+
+static int has_slabs(const struct zcx_worker *w, unsigned device) {
+    const struct slab *s;
+    for (s = w->slabs; s && s->device != device; s = s->next) {}
+    return s != NULL;
+}
+
 static int done(struct zcx_worker *w, struct device *d, struct zcx_err *err) {
+    unsigned index = (unsigned)(d - w->devices);
     struct zcx_scope scope;
     int r = zcx_scope_open(&scope, d->ordinal, err);
     if (r) return r;
-    r = join_context(scope.d, d, err);
-    if (!r) {
-        pthread_mutex_lock(&w->lock);
-        for (struct zcx_import *i = w->imports, *next; i && !r; i = next) {
-            next = i->next;
-            if (i->state != DROPPED || i->seq != w->seq || i->ordinal < 0 || &w->devices[i->wire.pool] != d) continue;
-            r = unmap(w, i, err);
-            if (!r) forget_locked(i);
-        }
-        pthread_mutex_unlock(&w->lock);
+    if (w->in_call) mark_dropped(w, index, w->seq); /* after its end, what is dropped is said with RELEASE */
+    if (has_slabs(w, index)) {
+        /* A mapping is un-made at once, and not in the order of a stream: everything that may use it must be over. This comes before the
+         * pool's un-imports, whose mappings a wait after them would drop from the driver's cache. */
+        r = zcx_device_settle(scope.d, d, err);
+        if (!r) r = unmap_marked(w, index, 1, err);
+        if (!r) zcx_worker_trim_slabs(w, index);
+    } else {
+        r = zcx_device_join(scope.d, d, err);
     }
+    if (!r) r = unmap_marked(w, index, 0, err);
     if (!r) r = zcx_gate_post(w->gate, d->ordinal, d->gate.done_slot, d->gate.done, d->gate_stream, err);
     zcx_scope_close(&scope);
     d->in_call = 0;
@@ -556,8 +266,8 @@ int zcx_worker_finish(struct zcx_worker *w, enum zcx_type type, uint32_t code, u
         next = i->next;
         if (i->seq != w->seq) continue;
         if (i->state == DROPPED && i->ordinal < 0) {
-            unmap(w, i, NULL);
-            forget_locked(i);
+            zcx_import_unmap(w, i, NULL);
+            zcx_import_forget(i);
         } else {
             live++;
         }
@@ -573,7 +283,7 @@ int zcx_worker_finish(struct zcx_worker *w, enum zcx_type type, uint32_t code, u
         unsigned char body[ZCX_STRING_MAX + 64];
         struct zcx_refused m = {.code = code, .reason = {tree, tree_bytes > ZCX_STRING_MAX ? ZCX_STRING_MAX : (uint32_t)tree_bytes}};
         long n = zcx_refused_encode(&m, body, sizeof body, err);
-        r = n < 0 ? (int)n : send_body(w, (struct zcx_header){.type = ZCX_IMPORT_REFUSED, .seq = w->seq, .id = transfer}, body, (size_t)n, NULL, 0, err);
+        r = n < 0 ? (int)n : zcx_worker_tell(w, (struct zcx_header){.type = ZCX_IMPORT_REFUSED, .seq = w->seq, .id = transfer}, body, (size_t)n, NULL, 0, err);
     }
     free(kept);
 unlock:
@@ -590,7 +300,7 @@ static int release_message(struct zcx_worker *w, const uint64_t *ids, uint32_t n
     struct zcx_release m = {.count = n, .ids = body + fixed};
     for (uint32_t i = 0; i < n; i++) zcx_wire_put_u64(body + fixed, i, ids[i]);
     long length = zcx_release_encode(&m, body, fixed, err);
-    int r = length < 0 ? (int)length : send_body(w, (struct zcx_header){.type = ZCX_RELEASE}, body, (size_t)length, NULL, 0, err);
+    int r = length < 0 ? (int)length : zcx_worker_tell(w, (struct zcx_header){.type = ZCX_RELEASE}, body, (size_t)length, NULL, 0, err);
     free(body);
     return r;
 }
@@ -620,8 +330,8 @@ static int sweep(struct zcx_worker *w, struct zcx_err *err) {
         int host = i->ordinal < 0;
         if ((host && i->state == DROPPED) || (!host && i->state == RELEASING && complete[i->wire.pool])) {
             ids[n++] = i->wire.id;
-            if (host) unmap(w, i, NULL);
-            forget_locked(i);
+            if (host || i->slab) zcx_import_unmap(w, i, NULL);
+            zcx_import_forget(i);
         } else if (!host && i->state == DROPPED && (!w->devices[i->wire.pool].releasing || complete[i->wire.pool])) {
             needs[i->wire.pool] = 1;
         }
@@ -642,11 +352,12 @@ static int sweep(struct zcx_worker *w, struct zcx_err *err) {
         if (!needs[k] || d->releasing) continue;
         r = zcx_scope_open(&scope, d->ordinal, err);
         if (r) return r;
-        r = join_context(scope.d, d, err);
+        mark_dropped(w, k, 0);
+        r = zcx_device_join(scope.d, d, err);
         pthread_mutex_lock(&w->lock);
         for (struct zcx_import *i = w->imports; i && !r; i = i->next)
-            if (i->state == DROPPED && i->ordinal >= 0 && i->wire.pool == k) {
-                r = unmap(w, i, err);
+            if (i->state == GOING && i->wire.pool == k) {
+                r = i->slab ? 0 : zcx_import_unmap(w, i, err); /* a slab's waits until the event says that all is over */
                 if (!r) i->state = RELEASING;
             }
         pthread_mutex_unlock(&w->lock);
@@ -821,7 +532,7 @@ static int await_answer(struct zcx_worker *w, uint64_t want, struct zcx_allocate
 }
 
 static int alloc_locked(struct zcx_worker *w, const struct zcx_alloc *a, uint64_t *request, zcx_stream_of stream_of, void *arg,
-                        struct zcx_import **out, uint32_t *code, struct zcx_err *err) {
+                        struct zcx_import **out, struct zcx_buffer *staged, uint32_t *code, struct zcx_err *err) {
     unsigned char body[128 + 256 + 8 * ZCX_NDIM_MAX];
     struct zcx_allocated answer;
     int r;
@@ -830,7 +541,7 @@ static int alloc_locked(struct zcx_worker *w, const struct zcx_alloc *a, uint64_
         long n = zcx_alloc_encode(a, body, sizeof body, err);
         if (n < 0) return (int)n;
         *request = ++w->request;
-        r = send_body(w, (struct zcx_header){.type = ZCX_ALLOC, .seq = w->seq, .id = *request}, body, (size_t)n, NULL, 0, err);
+        r = zcx_worker_tell(w, (struct zcx_header){.type = ZCX_ALLOC, .seq = w->seq, .id = *request}, body, (size_t)n, NULL, 0, err);
         if (r) return r;
     }
     r = await_answer(w, *request, &answer, code, err);
@@ -840,14 +551,18 @@ static int alloc_locked(struct zcx_worker *w, const struct zcx_alloc *a, uint64_
         if (!r) r = await_ready(w, &w->devices[answer.gate.pool], stream_of, arg, err);
         if (r) return r;
     }
-    return zcx_worker_map(w, &answer.buffer, out, err);
+    if (answer.buffer.rung != ZCX_RUNG_STAGED) return zcx_import_map(w, &answer.buffer, out, err);
+    if (a->place != 2) return zcx_fail(err, ZCX_E_PROTOCOL, "the parent answered with memory that was not asked for");
+    *out = NULL;
+    *staged = answer.buffer;
+    return 0;
 }
 
 int zcx_worker_alloc(struct zcx_worker *w, const struct zcx_alloc *a, uint64_t *request, zcx_stream_of stream_of, void *arg,
-                     struct zcx_import **out, uint32_t *code, struct zcx_err *err) {
+                     struct zcx_import **out, struct zcx_buffer *staged, uint32_t *code, struct zcx_err *err) {
     if (w->pid != getpid()) return zcx_fail(err, ZCX_E_RANGE, "a result is made by the worker's own process, not by its fork");
     pthread_mutex_lock(&w->rpc);
-    int r = alloc_locked(w, a, request, stream_of, arg, out, code, err);
+    int r = alloc_locked(w, a, request, stream_of, arg, out, staged, code, err);
     pthread_mutex_unlock(&w->rpc);
     return r;
 }
