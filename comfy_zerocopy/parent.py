@@ -53,13 +53,14 @@ _BYE = 5.0  # seconds that a worker gets to end by itself
 
 def _arena_pending(arena: Any) -> None:
     """From a finalizer, of any thread: memory of the arena waits for GPU work. Look again until it went back to the device."""
-    keeper = process.keeper()
+    keeper = process.running()  # without one, no worker was ever started: the next allocation looks again
 
     def look() -> None:
-        if arena.trim(False)[0]:
+        if arena.trim(False)[0] and keeper is not None:
             keeper.later(0.005, look)
 
-    keeper.do(look)
+    if keeper is not None:
+        keeper.do(look)
 
 
 ArenaMemory.on_pending = staticmethod(_arena_pending)

@@ -99,6 +99,11 @@ def keeper() -> Keeper:
         return _keeper
 
 
+def running() -> Keeper | None:
+    """The keeper if there is one. Takes no lock: finalizers ask, in the midst of anything."""
+    return _keeper
+
+
 def _forked() -> None:
     # The thread did not survive the fork, and the lock may have been held. The parent's workers are the parent's.
     global _keeper, _keeper_lock

@@ -209,10 +209,10 @@ static PyObject *parent_limit(PyObject *self, PyObject *index) {
 static PyObject *parent_prove(PyObject *self, PyObject *args) {
     struct module_state *state = state_of(self);
     unsigned index, step;
-    PyObject *arena = Py_None;
+    PyObject *arena;
     struct zcx_err err = {0};
     int r;
-    if (!PyArg_ParseTuple(args, "II|O:prove", &index, &step, &arena)) return NULL;
+    if (!PyArg_ParseTuple(args, "IIO:prove", &index, &step, &arena)) return NULL;
     if (arena != Py_None && !PyObject_TypeCheck(arena, state->arena)) {
         PyErr_SetString(PyExc_TypeError, "a _zcx.Arena or None is needed");
         return NULL;
@@ -248,8 +248,8 @@ static PyObject *parent_lend_device(PyObject *self, PyObject *args) {
     PyObject *owner;
     uint64_t id;
     struct zcx_err err = {0};
-    int private = 0, r;
-    if (!PyArg_ParseTuple(args, "IIKKKO|p:lend_device", &index, &rung, &ptr, &nbytes, &stream, &owner, &private)) return NULL;
+    int private, r;
+    if (!PyArg_ParseTuple(args, "IIKKKOp:lend_device", &index, &rung, &ptr, &nbytes, &stream, &owner, &private)) return NULL;
     Py_INCREF(owner);
     Py_BEGIN_ALLOW_THREADS
     r = zcx_parent_lend_device(session_of(self), index, (enum zcx_rung)rung, ptr, nbytes, private, (zcu_stream)(uintptr_t)stream, owner, &id, &err);
@@ -557,7 +557,7 @@ static PyMethodDef parent_methods[] = {
     {"prove", parent_prove, METH_VARARGS, "prove(index, PROVE_…, arena | None): ('proved', index, failed, reason) follows"},
     {"begin", parent_begin, METH_O, "begin(max_result_bytes | None) -> seq"},
     {"lease", parent_lease, METH_NOARGS, "lease(): after begin(); what this call lends is meant to be kept, and counted apart"},
-    {"lend_device", parent_lend_device, METH_VARARGS, "lend_device(index, RUNG_POOL | RUNG_VMM, ptr, nbytes, stream, owner, private=False) -> id; private: a copy made for this call"},
+    {"lend_device", parent_lend_device, METH_VARARGS, "lend_device(index, RUNG_POOL | RUNG_VMM, ptr, nbytes, stream, owner, private) -> id; private: a copy made for this call"},
     {"lend_ring", parent_lend_ring, METH_VARARGS,
      "lend_ring(index, [(address, nbytes), …], window | None, stream, owner) -> id: by copies through a window; address 0 is a gap"},
     {"lend_shared", parent_lend_shared, METH_VARARGS, "lend_shared(address, nbytes, owner) -> id | None"},

@@ -28,7 +28,7 @@ def arity(function):
 
 pair = lambda: [s.detach() for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
 here = pair()
-made = {"Pool": _zcx.Pool(0), "Parent": _zcx.Parent(here[0], pair()[0], os.pidfd_open(os.getpid())), "Worker": _zcx.Worker(here[1], "1", "3")}
+made = {"Pool": _zcx.Pool(0), "Arena": _zcx.Arena(0), "Parent": _zcx.Parent(here[0], pair()[0], os.pidfd_open(os.getpid())), "Worker": _zcx.Worker(here[1], "1", "3")}
 found = {}
 for name in dir(_zcx):
     value = getattr(_zcx, name)
@@ -49,7 +49,7 @@ for name in dir(_zcx):
                 members[member] = arity(getattr(made[name], member))
             else:  # an instance cannot be made here
                 members[member] = "method"
-        if name in ("HostBuffer", "Import"):
+        if name in ("HostBuffer", "Import", "Block"):
             try:
                 value()
             except TypeError as error:
