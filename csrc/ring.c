@@ -18,7 +18,8 @@
  *     the slot free, and the gate gives no slot out before the last post of our streams was seen (gate.c). The other counter was
  *     posted by the worker's stream: all its posts come before DONE, and a worker that is gone posts nothing; so the CPU's value
  *     stays the largest. (A false DONE lets the worker lower a counter later that is another call's by then: of its own session.)
- * The worker posts nothing it owes: if it could not queue it all, it says so or ends, and the parent makes up for it. */
+ * The worker posts nothing it owes: if it could not queue it all, it says so or ends, and the parent makes up for it. (By storing
+ * over the worker's last post, which the worker then may never see: a gate of its that is not idle stays mapped until it ends.) */
 #include "ring.h"
 
 #include <inttypes.h>
@@ -176,20 +177,15 @@ static int record_last(const struct zcx_driver *d, struct zcx_ring *r, struct zc
 }
 
 /* Is all that this side queued complete? 1 yes, 0 no, negative: the driver cannot tell. */
-static int drained(struct zcx_ring *r, struct zcx_err *err) {
-    struct zcx_scope s;
+static int drained(const struct zcx_driver *d, struct zcx_ring *r, struct zcx_err *err) {
+    zcu_result q;
     int rc;
 
     if (!r->touched) return 1;
-    rc = zcx_scope_open(&s, r->end.ordinal, err);
+    rc = record_last(d, r, err);
     if (rc) return rc;
-    rc = record_last(s.d, r, err);
-    if (!rc) {
-        zcu_result q = s.d->EventQuery(r->last);
-        rc = q == ZCU_SUCCESS ? 1 : q == ZCU_ERROR_NOT_READY ? 0 : zcx_cu(err, "cuEventQuery", q);
-    }
-    zcx_scope_close(&s);
-    return rc;
+    q = d->EventQuery(r->last);
+    return q == ZCU_SUCCESS ? 1 : q == ZCU_ERROR_NOT_READY ? 0 : zcx_cu(err, "cuEventQuery", q);
 }
 
 static void post_last_own(struct zcx_ring *r, uint64_t last) {
@@ -204,7 +200,13 @@ static void post_last_theirs(struct zcx_ring *r, uint64_t last) {
 
 /* Given up: post what is owed, when it may be. */
 static int settle(struct zcx_ring *r) {
-    if (drained(r, NULL) == 0) return 0;
+    struct zcx_scope s;
+
+    if (zcx_scope_open(&s, r->end.ordinal, NULL) == 0) {
+        int rc = drained(s.d, r, NULL);
+        zcx_scope_close(&s);
+        if (!rc) return 0;
+    }
     post_last_own(r, zcx_ring_pieces(r->plan.nbytes) - 1);
     return 1;
 }
@@ -252,17 +254,17 @@ int zcx_ring_step(struct zcx_ring *r, struct zcx_err *err) {
 int zcx_ring_end_transfer(struct zcx_ring *r, struct zcx_err *err) {
     uint64_t last = zcx_ring_pieces(r->plan.nbytes) - 1;
     struct zcx_scope s;
-    int rc = drained(r, err);
+    int rc = zcx_scope_open(&s, r->end.ordinal, err);
 
+    if (rc) return rc;
+    rc = drained(s.d, r, err);
+    if (rc > 0) s.d->EventDestroy(r->last);
+    zcx_scope_close(&s);
     if (rc <= 0) return rc < 0 ? rc : 1;
     post_last_own(r, last);
     post_last_theirs(r, last);
     zcx_gate_put(r->end.gate, r->plan.filled_slot);
     zcx_gate_put(r->end.gate, r->plan.emptied_slot);
-    if (zcx_scope_open(&s, r->end.ordinal, NULL) == 0) {
-        s.d->EventDestroy(r->last);
-        zcx_scope_close(&s);
-    }
     memset(r, 0, sizeof *r);
     return 0;
 }

@@ -69,7 +69,9 @@ struct zcx_ring {
  * ring is ended with zcx_ring_end_transfer, once it returns 0; only then may the window serve another one. */
 int zcx_ring_start(struct zcx_ring *r, const struct zcx_ring_end *end, uint64_t nbytes, int sending, struct zcx_err *err);
 /* Queue what may be queued now. 1: all pieces are queued; 0: not yet. Negative: the driver failed, and with it the transfer,
- * which is given up. Given up: 1 when this side owes no post any more, 0 not yet: keep stepping. */
+ * which is given up. Given up: 1 when this side owes no post any more, 0 not yet: keep stepping.
+ * DONE alone does not say that all came: the last piece may be allowed only since just before. A step after DONE that does not
+ * return 1 says that the worker did not take part in all of it: the transfer failed, whatever the worker says. */
 int zcx_ring_step(struct zcx_ring *r, struct zcx_err *err);
 /* Copy nothing more: the call failed here or was cancelled, but the worker lives and its stream waits for our posts. All that
  * this side still owes is posted, at the latest by the steps that follow, so that the worker's stream runs through and DONE

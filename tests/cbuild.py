@@ -43,7 +43,8 @@ def program(path: pathlib.Path, sanitize: str = "address", extra: tuple[str, ...
     """Build one tests/c/*.c with the sources that it names (or that match its patterns); the path of the executable."""
     sources = [path] + [p for s in directive(path, "sources") for p in sorted(ROOT.glob(s))]
     headers = [*(ROOT / "csrc").glob("*.h"), *path.parent.glob("*.h")]
-    return _compile(path.stem, sources, [*WARN, *SANITIZE[sanitize], "-Icsrc", "-Itests/c", *extra], headers)
+    return _compile(path.stem, sources, [*WARN, *SANITIZE[sanitize], "-Icsrc", "-Itests/c", *directive(path, "flags"), *extra],
+                    headers)
 
 
 def simcuda(sanitize: str = "none") -> pathlib.Path:

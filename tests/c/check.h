@@ -1,8 +1,9 @@
 /* check.h: what a C test program needs: CHECK, a count of descriptors, and a fork whose exit status is looked at.
  *
  * A test program is one file tests/c/test_*.c with a line `// sources: csrc/a.c csrc/b.c` (what it links) and optionally
- * `// needs: simcuda` (run with ZCX_LIBCUDA pointing at the simulated driver) in its first lines. tests/cbuild.py compiles
- * it under ASan and UBSan, tests/py/test_c.py runs it. It prints one line per case and exits 0 only if every check held. */
+ * `// needs: simcuda` (run with ZCX_LIBCUDA pointing at the simulated driver) and `// flags: -Dname=value` (for all of its
+ * sources) in its first lines. tests/cbuild.py compiles it under ASan and UBSan, tests/py/test_c.py runs it. It prints one line
+ * per case and exits 0 only if every check held. */
 #ifndef ZCX_CHECK_H
 #define ZCX_CHECK_H
 

@@ -158,6 +158,31 @@ CASE(slots_are_handed_out) {
     zcx_gate_free(g);
 }
 
+CASE(many_posts_of_a_slot) {
+    struct zcx_gate *g = new_gate();
+    uint32_t r, d, used[2];
+    CHECK(zcx_gate_take(g, &r, &d) == 0);
+    uint64_t before = zcx_gate_next(g, r), first = zcx_gate_next_n(g, r, 1000);
+    CHECK(first == before + ZCX_GATE_STEP && zcx_gate_next(g, r) == first + 1000 * ZCX_GATE_STEP);
+    CHECK(zcx_gate_next_n(g, ZCX_GATE_SLOTS, 3) == 0);
+    used[0] = r;
+    used[1] = d;
+    CHECK(zcx_gate_next_n(g, d, ZCX_GATE_POSTS - 1) && zcx_gate_next_n(g, d, ZCX_GATE_POSTS), "the last time that it is given out");
+    CHECK(zcx_gate_next_n(g, d, 1) == 0 && zcx_gate_next_n(g, d, UINT64_MAX) == 0, "it has no more");
+    zcx_gate_post_cpu(g, r, first + 1000 * ZCX_GATE_STEP);
+    zcx_gate_post_cpu(g, d, UINT64_MAX / 2);
+    zcx_gate_put(g, r);
+    zcx_gate_put(g, d);
+    for (int i = 0, seen = 0; i < ZCX_GATE_SLOTS; i++) {
+        CHECK(zcx_gate_take(g, &r, &d) == 0 && r != used[1] && d != used[1], "it would turn round");
+        seen |= r == used[0] || d == used[0];
+        zcx_gate_put(g, r);
+        zcx_gate_put(g, d);
+        CHECK(seen || i + 1 < ZCX_GATE_SLOTS);
+    }
+    zcx_gate_free(g);
+}
+
 CASE(slots_go_round) {
     struct zcx_gate *g = new_gate();
     uint32_t r, d, first, second;
@@ -764,6 +789,7 @@ int main(void) {
     RUN(the_page_is_sealed);
     RUN(other_pages_are_refused);
     RUN(slots_are_handed_out);
+    RUN(many_posts_of_a_slot);
     RUN(slots_go_round);
     RUN(ready_then_done);
     RUN(a_store_sets_a_waiting_stream_free);
