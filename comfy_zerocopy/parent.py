@@ -756,6 +756,7 @@ class _Call:
             raise _failed(failure) from None
         finally:
             self.parent.end()
+            vars(self).pop("ladder", None)  # it refers back to this object: what the call held goes now, not with a collection
             self.owner.last_report = Report(tuple(self.transfers), self.session.kept())
             if self.parent.state == "broken":
                 self.session.process.kill()

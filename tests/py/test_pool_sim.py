@@ -336,6 +336,24 @@ def test_nothing_accumulates(script):
     """)
 
 
+def test_memory_waits_for_no_collection(script):
+    """What a call held goes when its last user lets go of it, whether the call worked or not."""
+    script("""
+        with start() as w:
+            right(w)
+            gc.collect()
+            gc.disable()
+            for function in ("echo", "turned", "boom"):
+                x, _ = noise(5000)
+                try:
+                    w.call(function, x)
+                except zcx.RemoteError:
+                    pass
+                del x
+                until(lambda: counts()["allocations"] == 0, function)
+    """)
+
+
 def test_many_threads_and_workers(script):
     script("""
         import concurrent.futures
