@@ -673,6 +673,238 @@ CASE(legacy_handles_are_counted) {
     CHECK(peer_end(&peer) == 0);
 }
 
+/* ---- virtual memory management ---- */
+
+#define GRAIN (2 * MIB)
+#define READ_ONLY ZCU_MEM_ACCESS_FLAGS_PROT_READ
+#define READ_WRITE ZCU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+static const zcu_mem_props vmm_props = {.type = ZCU_MEM_ALLOCATION_TYPE_PINNED,
+                                        .handle_types = ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                                        .location = {ZCU_MEM_LOCATION_TYPE_DEVICE, 0}};
+
+static zcu_mem mem_new(uint64_t n) {
+    zcu_mem h;
+    OK(d->MemCreate(&h, n, &vmm_props, 0));
+    return h;
+}
+
+static zcu_ptr reserve(uint64_t n) {
+    zcu_ptr p;
+    OK(d->MemAddressReserve(&p, n, 0, 0, 0));
+    return p;
+}
+
+static void allow(zcu_ptr p, uint64_t n, int flags) {
+    zcu_access_desc desc = {{ZCU_MEM_LOCATION_TYPE_DEVICE, 0}, flags};
+    OK(d->MemSetAccess(p, n, &desc, 1));
+}
+
+static zcu_ptr mapped(zcu_mem h, uint64_t n, int flags) {
+    zcu_ptr p = reserve(n);
+    OK(d->MemMap(p, n, 0, h, 0));
+    allow(p, n, flags);
+    return p;
+}
+
+static void fill(zcu_ptr p, unsigned char byte, uint64_t n) {
+    OK(d->MemsetD8Async(p, byte, n, st));
+    OK(d->StreamSynchronize(st));
+}
+
+static int mem_export(zcu_mem h) {
+    int fd = -1;
+    OK(d->MemExportToShareableHandle(&fd, h, ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+    return fd;
+}
+
+static zcu_mem mem_import(int fd) {
+    zcu_mem h;
+    OK(d->MemImportFromShareableHandle(&h, (void *)(intptr_t)fd, ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+    close(fd);
+    return h;
+}
+
+CASE(vmm_is_there_in_grains_of_two_mebibytes) {
+    size_t grain = 0;
+    zcu_mem h;
+    open_gpu();
+    CHECK(d->vmm[0]);
+    OK(d->MemGetAllocationGranularity(&grain, &vmm_props, ZCU_MEM_ALLOC_GRANULARITY_MINIMUM));
+    CHECK(grain == GRAIN, "%zu", grain);
+    FAILS(d->MemCreate(&h, GRAIN / 2, &vmm_props, 0));
+}
+
+CASE(an_address_gives_its_handle_back) {
+    zcu_mem again;
+    zcu_mem_props props;
+    open_gpu();
+    zcu_mem h = mem_new(GRAIN);
+    zcu_ptr p = mapped(h, GRAIN, READ_WRITE);
+    OK(d->MemRetainAllocationHandle(&again, (void *)(uintptr_t)(p + 5000)));
+    CHECK(again == h);
+    OK(d->MemRelease(h));
+    OK(d->MemGetAllocationPropertiesFromHandle(&props, again));
+    CHECK(props.type == ZCU_MEM_ALLOCATION_TYPE_PINNED && props.handle_types == ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    CHECK(props.location.type == ZCU_MEM_LOCATION_TYPE_DEVICE && props.location.id == 0);
+    close(mem_export(again));
+    OK(d->MemRelease(again));
+    OK(d->MemUnmap(p, GRAIN));
+    OK(d->MemAddressFree(p, GRAIN));
+}
+
+CASE(pieces_are_one_range) {
+    struct zcx_ptr_info info;
+    open_gpu();
+    zcu_mem a = mem_new(2 * GRAIN), b = mem_new(GRAIN);
+    zcu_ptr p = reserve(8 * GRAIN);
+    OK(d->MemMap(p, 2 * GRAIN, 0, a, 0));
+    OK(d->MemMap(p + 2 * GRAIN, GRAIN, 0, b, 0));
+    allow(p, 3 * GRAIN, READ_WRITE);
+    fill(p, 1, 3 * GRAIN);
+    fill(p + 2 * GRAIN - 10, 2, 20); /* over the seam */
+    CHECK(byte_at(p + 2 * GRAIN - 1) == 2 && byte_at(p + 2 * GRAIN) == 2 && byte_at(p + 3 * GRAIN - 1) == 1);
+    CHECK(zcx_driver_ptr_info(d, p + 2 * GRAIN + 5, &info, NULL) == 0);
+    CHECK(info.type == ZCU_MEMORYTYPE_DEVICE && !info.pool && !info.legacy_ipc && info.ordinal == 0);
+    CHECK(info.handle_types == ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, "%u", info.handle_types);
+}
+
+CASE(a_handle_can_be_mapped_twice) {
+    open_gpu();
+    zcu_mem h = mem_new(GRAIN);
+    zcu_ptr p = mapped(h, GRAIN, READ_WRITE), q = mapped(h, GRAIN, READ_ONLY);
+    fill(p, 0x19, GRAIN);
+    CHECK(p != q && byte_at(q) == 0x19 && byte_at(q + GRAIN - 1) == 0x19);
+    OK(d->MemUnmap(p, GRAIN));
+    CHECK(byte_at(q) == 0x19, "the other mapping stays");
+}
+
+CASE(a_mapping_gives_no_access_by_itself) {
+    open_gpu();
+    zcu_mem h = mem_new(GRAIN);
+    zcu_ptr p = mapped(h, GRAIN, READ_WRITE), q = reserve(GRAIN);
+    fill(p, 3, GRAIN);
+    OK(d->MemMap(q, GRAIN, 0, h, 0));
+    FAILS(read_result(q));
+    _exit(0); /* the context may be poisoned */
+}
+
+CASE(vmm_memory_comes_back_with_its_last_reference) {
+    uint64_t n = 256 * MIB, slack = 64 * MIB;
+    open_gpu();
+    OK(d->MemUnmap(mapped(mem_new(GRAIN), GRAIN, READ_WRITE), GRAIN));
+    uint64_t before = free_memory();
+    zcu_mem h = mem_new(n);
+    zcu_ptr p = mapped(h, n, READ_WRITE);
+    int fd = mem_export(h);
+    fill(p, 4, n);
+    CHECK(free_memory() + n <= before + slack);
+    OK(d->MemRelease(h));
+    CHECK(free_memory() + n <= before + slack && byte_at(p) == 4, "it is mapped");
+    OK(d->MemUnmap(p, n));
+    CHECK(free_memory() + n <= before + slack, "a descriptor is open");
+    h = mem_import(fd);
+    p = mapped(h, n, READ_ONLY);
+    CHECK(byte_at(p) == 4);
+    OK(d->MemUnmap(p, n));
+    CHECK(free_memory() + n <= before + slack, "a handle is open");
+    OK(d->MemRelease(h));
+    CHECK(free_memory() + slack >= before);
+}
+
+static void vmm_read_then_write(int sock) {
+    int fd;
+    struct note n = hear(sock, &fd);
+    open_gpu();
+    zcu_ptr p = mapped(mem_import(fd), n.bytes, READ_ONLY);
+    CHECK(byte_at(p) == 0x33 && byte_at(p + n.bytes - 1) == 0x33);
+    int r = d->MemsetD8Async(p + n.bytes / 2, 0x44, MIB, st);
+    if (!r) GIVES(ZCU_ERROR_ILLEGAL_ADDRESS, d->StreamSynchronize(st)); /* a kernel's write: this always */
+    else printf("a memset of memory that may only be read gives %s at the call\n", zcx_driver_error_name(r));
+    fflush(stdout);
+    tell(sock, &n, -1);
+    _exit(0);
+}
+
+CASE(a_write_to_a_read_only_mapping_hits_the_writer_only) {
+    struct peer peer = peer_start(vmm_read_then_write);
+    struct note n = {.bytes = 32 * MIB};
+    open_gpu();
+    zcu_mem h = mem_new(n.bytes);
+    zcu_ptr p = mapped(h, n.bytes, READ_WRITE);
+    fill(p, 0x33, n.bytes);
+    int fd = mem_export(h);
+    tell(peer.sock, &n, fd);
+    close(fd);
+    hear(peer.sock, NULL);
+    CHECK(peer_end(&peer) == 0);
+    CHECK(byte_at(p + n.bytes / 2) == 0x33 && byte_at(p + n.bytes / 2 + MIB - 1) == 0x33);
+    fill(p, 0x55, n.bytes);
+    CHECK(byte_at(p) == 0x55);
+}
+
+static void vmm_no_access(int sock) {
+    int fd;
+    struct note n = hear(sock, &fd);
+    open_gpu();
+    zcu_ptr p = reserve(n.bytes);
+    OK(d->MemMap(p, n.bytes, 0, mem_import(fd), 0));
+    FAILS(read_result(p));
+    tell(sock, &n, -1);
+    _exit(0);
+}
+
+CASE(an_importer_needs_rights_of_its_own) {
+    struct peer peer = peer_start(vmm_no_access);
+    struct note n = {.bytes = GRAIN};
+    open_gpu();
+    zcu_mem h = mem_new(n.bytes);
+    zcu_ptr p = mapped(h, n.bytes, READ_WRITE);
+    fill(p, 0x21, n.bytes);
+    int fd = mem_export(h);
+    tell(peer.sock, &n, fd);
+    close(fd);
+    hear(peer.sock, NULL);
+    CHECK(peer_end(&peer) == 0);
+    CHECK(byte_at(p) == 0x21);
+}
+
+static void vmm_hold(int sock) {
+    int fd;
+    struct note n = hear(sock, &fd);
+    zcu_access_desc desc = {{ZCU_MEM_LOCATION_TYPE_DEVICE, 0}, READ_WRITE};
+    open_gpu();
+    zcu_mem h = mem_import(fd);
+    zcu_ptr p = reserve(n.bytes);
+    FAILS(d->MemSetAccess(p, n.bytes, &desc, 1)); /* nothing is mapped */
+    OK(d->MemMap(p, n.bytes, 0, h, 0));
+    OK(d->MemRelease(h)); /* the mapping keeps it */
+    OK(d->MemSetAccess(p, n.bytes, &desc, 1));
+    CHECK(byte_at(p) == 0x61);
+    fill(p, 0x62, n.bytes);
+    tell(sock, &n, -1);
+    hear(sock, NULL);
+}
+
+CASE(a_killed_vmm_importer_leaves_the_exporter_whole) {
+    struct peer peer = peer_start(vmm_hold);
+    struct note n = {.bytes = 32 * MIB};
+    open_gpu();
+    zcu_mem h = mem_new(n.bytes);
+    zcu_ptr p = mapped(h, n.bytes, READ_WRITE);
+    fill(p, 0x61, n.bytes);
+    int fd = mem_export(h);
+    tell(peer.sock, &n, fd);
+    close(fd);
+    hear(peer.sock, NULL);
+    CHECK(byte_at(p) == 0x62 && byte_at(p + n.bytes - 1) == 0x62);
+    kill(peer.pid, SIGKILL);
+    CHECK(peer_end(&peer) == 128 + SIGKILL);
+    CHECK(byte_at(p) == 0x62);
+    fill(p, 0x63, n.bytes);
+    CHECK(byte_at(p) == 0x63);
+}
+
 /* ---- counters ---- */
 
 static uint64_t *shared_page;
@@ -745,6 +977,49 @@ CASE(a_dead_process_posts_nothing) {
     OK(d->StreamWaitValue64(st, counters + 64, 1, ZCU_STREAM_WAIT_VALUE_GEQ));
     store(&shared_page[8], 1); /* and its waiters are free at once */
     OK(d->StreamSynchronize(st));
+}
+
+static void die_with_a_child(int sock) {
+    int fd;
+    struct note n = hear(sock, &fd);
+    open_gpu();
+    zcu_ptr counters = page_register(shared_page), p = mapped(mem_import(fd), n.bytes, READ_WRITE);
+    CHECK(byte_at(p) == 0x11);
+    OK(d->StreamWaitValue64(st, counters, 1, ZCU_STREAM_WAIT_VALUE_GEQ));
+    OK(d->MemsetD8Async(p, 0x77, n.bytes, st));
+    OK(d->StreamWriteValue64(st, counters + 64, 1, ZCU_STREAM_WRITE_VALUE_DEFAULT));
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) { /* it has the driver's descriptors, and touches nothing */
+        alarm(CASE_SECONDS);
+        close(sock);
+        UNTIL(load(&shared_page[16]));
+        _exit(0);
+    }
+    tell(sock, &n, -1);
+    hear(sock, NULL);
+}
+
+CASE(the_work_of_the_dead_goes_on_while_a_child_lives) {
+    shared_page = page_new();
+    struct peer peer = peer_start(die_with_a_child);
+    struct note n = {.bytes = GRAIN};
+    open_gpu();
+    page_register(shared_page);
+    zcu_mem h = mem_new(n.bytes);
+    zcu_ptr p = mapped(h, n.bytes, READ_WRITE);
+    fill(p, 0x11, n.bytes);
+    int fd = mem_export(h);
+    tell(peer.sock, &n, fd);
+    close(fd);
+    hear(peer.sock, NULL);
+    kill(peer.pid, SIGKILL);
+    CHECK(peer_end(&peer) == 128 + SIGKILL);
+    CHECK(byte_at(p) == 0x11);
+    store(&shared_page[0], 1); /* reaped; and still: */
+    UNTIL(load(&shared_page[8]) == 1);
+    CHECK(byte_at(p) == 0x77 && byte_at(p + n.bytes - 1) == 0x77);
+    store(&shared_page[16], 1);
 }
 
 /* ---- events ---- */
@@ -1019,10 +1294,20 @@ int main(void) {
     RUN(a_pools_descriptor_names_its_device);
     if (!two_devices) printf("skip the last two: they need two devices that can access each other\n");
     RUN(legacy_handles_are_counted);
+    RUN(vmm_is_there_in_grains_of_two_mebibytes);
+    RUN(an_address_gives_its_handle_back);
+    RUN(pieces_are_one_range);
+    RUN(a_handle_can_be_mapped_twice);
+    RUN(a_mapping_gives_no_access_by_itself);
+    RUN(vmm_memory_comes_back_with_its_last_reference);
+    RUN(a_write_to_a_read_only_mapping_hits_the_writer_only);
+    RUN(an_importer_needs_rights_of_its_own);
+    RUN(a_killed_vmm_importer_leaves_the_exporter_whole);
     RUN(a_stream_waits_for_a_counter_of_another_process);
     RUN(a_plain_store_frees_a_waiting_stream);
     RUN(a_counter_inside_a_pool_is_refused);
     RUN(a_dead_process_posts_nothing);
+    RUN(the_work_of_the_dead_goes_on_while_a_child_lives);
     RUN(an_event_crosses_processes);
     RUN(an_event_of_the_dead_stays_pending);
     RUN(a_context_event_covers_every_stream);
