@@ -2,9 +2,11 @@
  * forked has the driver's descriptors, and lands in memory that others may have by then.
  *
  * Each stream has a ring there, filled at submission and emptied at execution. Whoever has a file of the memory open does what
- * is left of a dead process's, one operation of each stream at a time. Simplified: streams do not wait for each other any
+ * is left of a reaped process's, one operation of each stream at a time. Simplified: streams do not wait for each other any
  * more, events stay as they are, what reads the dead process's own memory finds SIM_LOST there, an operation over memory in
  * several pieces does the first of them, and what does not fit into the ring is lost. */
+#include <errno.h>
+#include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -142,14 +144,18 @@ static void perform(struct stream *s, const struct work *w) {
     }
 }
 
+/* Dead and reaped. Asked in this way it opens nothing: tests count descriptors while this thread runs. */
+static bool reaped(struct process_id p) { return p.pid != sim_self().pid && kill(p.pid, 0) && errno == ESRCH; }
+
 /* The next of a stream, if its process is dead and this one can do it. It is this one's to do then. */
 static bool take(int slot, struct stream *as, struct work *out) {
     struct stream_work *q = &session->work[slot];
     bool taken = false;
     sim_session_lock();
     struct process_id owner = session->clocks[slot].owner;
-    if (q->count && sim_gone(owner)) q->count = 0; /* what nothing keeps going is over */
-    if (q->count && owner.pid != sim_self().pid && sim_dead(owner) && can_do(&q->ring[q->first])) {
+    bool over = q->count && reaped(owner);
+    if (over && sim_gone(owner)) q->count = 0; /* what nothing keeps going */
+    if (over && q->count && can_do(&q->ring[q->first])) {
         *out = q->ring[q->first];
         drop_first(q);
         as->slot = slot;
