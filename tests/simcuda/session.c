@@ -107,8 +107,8 @@ static struct process_charge *own_charge(void) {
 /* What stands for the driver's descriptors: inherited over fork, closed by exec and at the end of the last who has it. */
 static int take_lock(const char *path) {
     sim_session_lock();
+    lock_fd = open(path, O_RDWR | O_CLOEXEC); /* first: by it one sees that a dead process's line is still held */
     struct process_charge *c = own_charge();
-    lock_fd = open(path, O_RDWR | O_CLOEXEC);
     struct flock l = lock_of(c ? c : session->processes);
     int r = !c || lock_fd < 0 || fcntl(lock_fd, F_OFD_SETLK, &l) ? -1 : 0;
     sim_session_unlock();

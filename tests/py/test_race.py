@@ -1,0 +1,152 @@
+"""Kills and soaks (tests/race), short: the same programs that make the records, with fewer moments and calls. Whether they would
+notice is tested too."""
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+import cbuild
+
+RACE = ROOT / "tests" / "race"
+SECONDS = 600  # a program that takes this long hangs; on an idle machine with two cores the longest takes one and a half minutes
+
+Start = Callable[..., "Program"]
+
+
+class Program:
+    """One of tests/race, running."""
+
+    def __init__(self, folder: pathlib.Path, name: str, arguments: tuple[str, ...]) -> None:
+        self.record, self.said = folder / "record.json", folder / "said"
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("COMFY_ZEROCOPY", "ZCX_", "SIMCUDA_", "CUDA_VISIBLE"))}
+        command = [sys.executable, str(RACE / f"{name}.py"), *arguments, "--json", str(self.record)]
+        with open(self.said, "w") as said:
+            self.process = subprocess.Popen(command, env=clean, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True)
+
+    def result(self) -> dict[str, Any]:
+        """The record of a run in which nothing was wrong."""
+        status = self.process.wait(SECONDS)
+        assert status == 0, f"exit status {status}\n{self.said.read_text()[-6000:]}"
+        return dict(json.loads(self.record.read_text()))
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path) -> Iterator[Start]:
+    made: list[Program] = []
+
+    def go(name: str, *arguments: str) -> Program:
+        folder = tmp_path / f"{len(made)}"
+        folder.mkdir()
+        made.append(Program(folder, name, arguments))
+        return made[-1]
+
+    yield go
+    for p in made:
+        if p.process.poll() is None:
+            os.killpg(p.process.pid, 9)
+            p.process.wait()
+
+
+def test_kills_at_random_moments(start: Start) -> None:
+    """Of workers in the midst of mixed calls, and of parents whose worker is deep in C and has children."""
+    host = start("kill", "--moments", "100", "--rung", "host")
+    pool = start("kill", "--moments", "50", "--rung", "pool")
+    parents = start("parent", "--moments", "10", "--rung", "pool")
+    for program, moments in ((host, 100), (pool, 50)):
+        found = program.result()
+        assert found["moments"] == moments and found["hangs"] == 0 and found["problems"] == []
+        assert found["worker_died"] >= found["moments_that_hit_a_call"] > moments // 4, "most of them are in the midst of calls"
+        assert found["bytes_compared"] > moments << 20
+    found = parents.result()
+    assert found["moments"] == {"kill": 10, "execv": 10} and found["worker_of_an_ended_thread_lives"] is True
+    assert found["counts"]["processes"] == 20 * 5 and found["counts"]["shared files"] >= 20 * 4
+
+
+def test_soak(start: Start) -> None:
+    programs = [(start("soak", "--calls", str(calls), "--rung", rung, "--largest", str(256 << 10)), calls, rung)
+                for calls, rung in ((75_000, "host"), (25_000, "pool"))]
+    for program, calls, rung in programs:
+        found = program.result()
+        assert found["calls"] >= calls and found["problems"] == [] and found["devices"] == (2 if rung == "pool" else 1)
+        assert {"WorkerDied", "Cancelled", "CallTimeout", "ResultTooLarge"} <= set(found["ended_by"])
+        assert {"keep", "kept", "lease", "edit", "leave", "kill", "deaf", "replace"} <= set(found["calls_by_kind"])
+
+
+def test_the_simulated_driver_starts_beside_what_a_dead_process_left(tmp_path: pathlib.Path) -> None:
+    """A worker's fork holds what the worker held: the next process must not take that place in the session."""
+    code = """
+import ctypes, os, signal, sys
+assert ctypes.CDLL(sys.argv[1]).cuInit(0) == 0
+if len(sys.argv) == 3:
+    pid = os.fork()
+    if not pid:
+        signal.pause()
+    with open(sys.argv[2], "w") as f:
+        f.write(str(pid))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    left = tmp_path / "left"
+    try:
+        for arguments in ([str(left)], []):
+            done = subprocess.run([sys.executable, "-c", code, str(cbuild.simcuda()), *arguments], env={**os.environ, "SIMCUDA_DIR": str(tmp_path)},
+                                  check=False, timeout=60)
+            assert done.returncode == -9, "it started"
+    finally:
+        os.kill(int(left.read_text()), 9)
+
+
+# ---- would they notice? ----
+
+LEFT = """
+import mmap, os, threading, time
+settle, run, held = mix.Stage.settle, program.Soak.run, []
+def late(self, restart):
+    if held:  # the second time
+        fd = os.memfd_create("left")
+        os.truncate(fd, 4096)
+        held.extend([mmap.mmap(fd, 4096), bytearray(os.urandom(1 << 20)) * 80])
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    held.append(0)
+    return settle(self, restart)
+def change(self, calls, what):
+    run(self, calls, what)
+    if what == "calls":
+        one = self.stage.some(self.stage.rng)
+        self.stage.plain(one.tensor).copy_from(bytes(one.nbytes))
+mix.Stage.settle, program.Soak.run = late, change
+"""
+CHANGED = """
+verify = mix.Stage.verify
+def change(self, when):
+    one = self.some(self.rng)
+    self.plain(one.tensor).copy_from(bytes(one.nbytes))
+    verify(self, when)
+mix.Stage.verify = change
+"""
+OTHERWISE = "import os\nkill = os.kill\nos.kill = lambda pid, number: kill(pid, 11)\n"
+HANGS = "import time\nprogram.Race.measure = lambda self: None\nprogram.Race._thread = lambda self, calls: time.sleep(60)\n"
+SURVIVES = "program.LIMIT = -1.0\n"
+
+
+@pytest.mark.parametrize(("name", "arguments", "fault", "status", "says"), [
+    ("soak", ("--calls", "200"), LEFT, 1, ("was changed", "descriptors:", "mappings:", "memory:", "threads:")),
+    ("kill", ("--moments", "1"), CHANGED, 1, ("was changed",)),
+    ("kill", ("--moments", "1"), OTHERWISE, 1, ("signal 11",)),
+    ("kill", ("--moments", "1", "--deadline", "1"), HANGS, 3, ("5 threads are not done within 1.0 s",)),
+    ("parent", ("--moments", "1"), SURVIVES, 1, ("kill: alive", "execv: alive")),
+], ids=["left", "changed", "otherwise", "hangs", "survives"])
+def test_what_is_wrong_is_seen(tmp_path: pathlib.Path, name: str, arguments: tuple[str, ...], fault: str, status: int, says: tuple[str, ...]) -> None:
+    code = (f"import sys\nsys.path.insert(0, {str(RACE)!r})\nsys.argv = [{name!r}, *{arguments!r}]\n"
+            f"import mix, {name} as program\nprogram.WARM_UP = 0\n{fault}\nsys.exit(program.main())\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    for text in says:
+        assert text in done.stdout, done.stdout + done.stderr
