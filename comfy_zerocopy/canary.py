@@ -7,6 +7,7 @@ takes the next rung. docs/windows.md lists what is proved.
 
     pool      when a worker first meets a GPU tensor of a device (so that a worker for CPU tensors never gets a CUDA context)
     vmm       the same for memory of the arena, mapped to be written and mapped to be read, when it is first lent
+    copies    pinned host memory that both copy to and from, when nothing on the device can be lent
     windows   when an allocation above the driver's limit is first met. What it rests on is undocumented, so that a process
               of its own, which nobody needs, tries it before any worker does
 
@@ -49,6 +50,7 @@ class Verdicts:
         self.pools: dict[int, str] = {}
         self.windows: dict[int, str] = {}
         self.slabs: dict[int, str] = {}
+        self.copies: dict[int, str] = {}
         self.devices: dict[int, str] = {}  # whether the worker can use the device at all
         self.kills = 0  # checks in a row that SIGKILL ended
 
@@ -60,7 +62,7 @@ class Verdicts:
             stuck.demoted.pop(stuck.ordinal, None)
 
     def status(self) -> dict[str, dict[int, str]]:
-        return {name: {k: v or "proved" for k, v in found.items()} for name, found in (("pools", self.pools), ("windows", self.windows), ("vmm", self.slabs))}
+        return {name: {k: v or "proved" for k, v in found.items()} for name, found in (("pools", self.pools), ("windows", self.windows), ("vmm", self.slabs), ("copies", self.copies))}
 
 
 class Pools(Verdicts):
@@ -74,6 +76,7 @@ class Pools(Verdicts):
         self.pools.update(demoted.pools)
         self.windows.update(demoted.windows)
         self.slabs.update(demoted.slabs)
+        self.copies.update(demoted.copies)
         self.devices.update(demoted.devices)
         self.unfinished = False  # an answer is still to come, for which nobody waits: the session cannot go on
         self.killed = False  # by its user: what happens then shows nothing
@@ -86,7 +89,7 @@ class Pools(Verdicts):
             if pool is None:
                 self.pools.setdefault(ordinal, "this GPU has no pool that can be exported")
             why = self._offer(parent, ordinal, pool, until)
-            if ordinal not in self._index:
+            if ordinal not in self._index and not _shows_something(why):
                 return None, why  # it was not asked yet
             self.devices[ordinal] = why
             if why:
@@ -124,6 +127,17 @@ class Pools(Verdicts):
             return why
         return self.slabs[ordinal]
 
+    def open_copies(self, parent: Any, ordinal: int, until: Until) -> str:
+        """ "" once copies may go through pinned memory, else why not. The device is open."""
+        if ordinal not in self.copies:
+            why = self._check(parent, ordinal, zcx().PROVE_WINDOW, self.demoted.copies, until)
+            if not why or _shows_something(why):
+                self.copies[ordinal] = why
+            if why:
+                _log.warning("comfy_zerocopy: worker %s copies nothing of cuda:%d through pinned memory: %s", self.name, ordinal, why)
+            return why
+        return self.copies[ordinal]
+
     def open_windows(self, parent: Any, pool: Any, until: Until) -> str:
         """ "" once allocations above the limit may cross in windows, else why not. The pool is open."""
         ordinal = pool.ordinal
@@ -155,12 +169,13 @@ class Pools(Verdicts):
                 self.unseen.add(ordinal)
             if refused == z.POOL_REFUSED:
                 self.pools[ordinal] = reason
+                _log.warning("comfy_zerocopy: worker %s shares no memory of cuda:%d's pool: %s", self.name, ordinal, reason)
             return reason if refused not in (0, z.POOL_REFUSED) else ""
         return "" if accepted else "the worker refused it"
 
     def _check(self, parent: Any, ordinal: int, step: int, demoted: dict[int, str], until: Until, arena: Any = None) -> str:
         z = zcx()
-        what = {z.PROVE_POOL: "sharing", z.PROVE_WINDOWS: "windows", z.PROVE_VMM: "the arena", z.PROVE_READ: "reading the arena"}[step]
+        what = {z.PROVE_POOL: "sharing", z.PROVE_WINDOWS: "windows", z.PROVE_VMM: "the arena", z.PROVE_READ: "reading the arena", z.PROVE_WINDOW: "pinned memory"}[step]
         what = f"the start-up check of {what}"
         try:
             parent.prove(self._index[ordinal], step, arena)

@@ -139,6 +139,10 @@ class Ladder:
         if not any(STAGED in self.avoid.get(m, {}) for g, _, _ in groups for m in g.members):
             window = self._window(device)
             rung = HOST if window is None else STAGED
+        if rung == HOST:
+            why = self.pools.open_copies(self.parent, device, self.until)
+            if why:
+                return why
         try:
             number = self.parent.lend_ring(index, parts, window, self.stream_of(device), owners)
         except z.Failure as failure:
@@ -174,7 +178,7 @@ class Ladder:
             memory = ArenaMemory(_install.arena_for(ordinal), nbytes, True)
             return Result(index, z.RUNG_VMM, memory, memory.address)
         index, _ = self.device(ordinal)
-        if own and index is not None:
+        if own and index is not None and not self.pools.open_copies(self.parent, ordinal, self.until):
             owner, address = allocate(ordinal, nbytes, None, stream)
             return Result(index, z.RUNG_STAGED, owner, address)
         return f"{why}; {refused}" if refused else why

@@ -715,6 +715,7 @@ class _Call:
         self.uploads = tensor.Uploads()
         self.avoid: dict[int, dict[str, str]] = {}  # index of a look: rungs on which the worker refused it, and why
         self.rungs: dict[int, str] = {}  # by transfer id
+        self.ladder: Any = None  # of this attempt
         self.wanted_cancel = False
         self.sent = False  # the worker may have begun with it
         self.over = self.replaced = False  # replaced: it was cancelled and did not stop, so that its worker was ended
@@ -756,7 +757,7 @@ class _Call:
             raise _failed(failure) from None
         finally:
             self.parent.end()
-            vars(self).pop("ladder", None)  # it refers back to this object: what the call held goes now, not with a collection
+            self.ladder = None  # it refers back to this object: what the call held goes now, not with a collection
             self.owner.last_report = Report(tuple(self.transfers), self.session.kept())
             if self.parent.state == "broken":
                 self.session.process.kill()

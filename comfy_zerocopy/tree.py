@@ -88,13 +88,18 @@ class Handles:
         self.side, self.peer, self._send = own_side, peer, drop
         self._untold: list[int] = []  # dropped while the other side had no room to be told
         self.open = True
-        self._numbers = itertools.count(1)
+        self.given = itertools.count(1)
         self._objects: dict[int, Any] = {}
 
     def keep(self, o: Any) -> int:
-        number = next(self._numbers)
+        number = next(self.given)
         self._objects[number] = o
         return number
+
+    def take_back(self, numbers: list[int]) -> None:
+        """Nobody was told of these: empties the list."""
+        while numbers:
+            self.forget(numbers.pop())
 
     def forget(self, number: int) -> None:
         """The other side dropped it. A number that is unknown was dropped before."""
@@ -191,7 +196,7 @@ class Encoder:
         self._tree, self._root, self._handles = tree, root, handles
         self._answers: dict[int, Any] = {}
         self._kept: list[Any] = []  # so that no id() in _answers is used again while the tree is written
-        self._numbers: list[int] = []  # of the handles that this tree gives away
+        self.given: list[int] = []  # numbers of the handles that this tree gives away
         self.remote: list[RemoteHandle] = []  # must outlive the message that names them: dropping one tells its owner
         self._first: dict[int, int] = {}  # id of a tensor object: its index among the looks
         self.looks: list[tensor.Look] = []
@@ -217,10 +222,8 @@ class Encoder:
 
     def abandon(self) -> None:
         """The tree is not sent: nobody will drop the handles in it."""
-        for number in self._numbers:
-            assert self._handles is not None
-            self._handles.forget(number)
-        self._numbers.clear()
+        if self._handles is not None:
+            self._handles.take_back(self.given)
 
     def _run(self, hook: Callable[[Any], Any]) -> bytes:
         try:
@@ -330,7 +333,7 @@ class Encoder:
             return "a handle cannot stand here"
         if type(o) is handle:
             number = self._handles.keep(o.object)
-            self._numbers.append(number)
+            self.given.append(number)
             return "zcx.handle", (self._handles.side, number, type(o.object).__qualname__)
         table = o._table()
         if table is None or not table.open:

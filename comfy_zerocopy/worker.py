@@ -172,7 +172,7 @@ class _Worker:
         self.uploads = tensor.Uploads()  # GPU inputs that came as host bytes
         self.uploaded: list[tuple[int, int, int, int]] = []  # what it says of them
         self.speaks_torch = False  # an input of this call was a torch tensor, and this environment has no torch
-        self.encoder: tree.Encoder | None = None  # of the result, until it is sent
+        self.given: list[int] = []  # handles in the result, until it is sent; not its encoder, which would keep the call's tensors
         self.own_results = ""  # why empty() gave this process's own memory
         self.lock = threading.Lock()
 
@@ -256,7 +256,7 @@ class _Worker:
                 raise _Gone(str(failure)) from None
             finally:
                 kept.clear()
-                self.encoder = None
+                self.given = []
                 self.seq = 0
 
     def _say(self, kind: int, code: int, transfer: int, body: bytes) -> None:
@@ -267,11 +267,11 @@ class _Worker:
         except z.Failure as failure:
             if failure.code not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC):
                 raise
-            if self.encoder is not None:
-                self.encoder.abandon()
+            self.handles.take_back(self.given)
             text = f"the answer of {len(body)} bytes, tensors not counted, could not be sent: {failure}"
             full = failure.code in (errno.ENOMEM, errno.ENOSPC)
             self.session.finish(z.ERROR, z.FAILED_MEMORY if full else z.FAILED_EXCEPTION, 0, describe((MemoryError if full else OSError)(text)))
+
     def _memory(self, number: int, opened: Any) -> tensor.Memory:
         """Of an input: the parent's, mapped here, or this process's own, into which copies are queued."""
         if not isinstance(opened, tuple):
@@ -342,7 +342,8 @@ class _Worker:
 
     def _encode(self, value: Any, kept: list[Any]) -> bytes:
         notes: dict[int, str] = {}  # result id: why it was copied
-        self.encoder = encoder = tree.Encoder((value, notes), "result", self.handles)
+        encoder = tree.Encoder((value, notes), "result", self.handles)
+        self.given = encoder.given
         try:
             return self._placed(encoder, kept, notes)
         except BaseException:

@@ -4,7 +4,8 @@
  *   - What the driver may still be using is told by one event of the whole context, not of a stream: whoever used a block, on
  *     whatever stream, is covered. Each such event covers all that the one before it did, so that what was put forms one queue,
  *     and a block whose event could not be recorded comes free with the next one behind it.
- *   - cuCtxRecordEvent is refused while a stream of the context is being captured (cuda.h): then the block waits without.
+ *   - cuCtxRecordEvent is refused while a stream of the context is being captured: then the block waits without. cuda.h says that
+ *     the capture is invalidated by it; whether a thread in relaxed mode is spared that, it does not say.
  *   - Memory returns to the device only when every mapping and every handle of it is gone, in the importers too.
  *   - A call that gives something back can fail; what it was to give back is remembered, and tried again with the next trim. */
 #include "arena.h"
@@ -797,19 +798,19 @@ void zcx_arena_usage(struct zcx_arena *a, struct zcx_arena_usage *out) {
 #define unfit(err, call, result, what)                                                                                  \
     zcx_err_at((err), __FILE__, __LINE__, ZCX_E_UNFIT, (result), (call), "%s: %s", (what), zcx_driver_error_text(result))
 
-/* One more mapping, the one that begins at or around `at`, as the next piece. */
+/* One more mapping, the one that begins at or around `at`, as the next piece. cuMemGetAddressRange tells where it ends (cuda.h; the
+ * pointer's attributes tell of the reserved addresses); a size that were more than that would not map in the importer. */
 static int adopt_piece(const struct zcx_driver *d, struct region *r, int ordinal, zcu_ptr at, struct zcx_err *err) {
     static const char gap[] = "it is not mapped throughout";
     zcu_mem_props props = {0};
     struct piece *p;
-    zcu_mem other;
     zcu_ptr base;
     size_t bytes;
     zcu_result result = d->MemGetAddressRange(&base, &bytes, at);
     int rc;
 
     if (result) return unfit(err, "cuMemGetAddressRange", result, gap);
-    if (base > at || at - base >= bytes || (r->npieces && base != at)) return zcx_fail(err, ZCX_E_UNFIT, "%s", gap);
+    if (at - base >= bytes) return zcx_fail(err, ZCX_E_UNFIT, "%s", gap);
     rc = region_grow(r, err);
     if (rc) return rc;
     p = &r->pieces[r->npieces];
@@ -820,15 +821,6 @@ static int adopt_piece(const struct zcx_driver *d, struct region *r, int ordinal
     r->npieces++;
     r->bytes += bytes;
     if (r->npieces == 1) r->base = base;
-    /* A driver whose range is that of the addresses, not of one mapping, would have us send the first handle for all of it. */
-    result = d->MemRetainAllocationHandle(&other, (void *)(uintptr_t)(base + bytes - 1));
-    if (result) return unfit(err, "cuMemRetainAllocationHandle", result, gap);
-    result = d->MemRelease(other);
-    if (result) {
-        if (!region_grow(r, NULL)) r->pieces[r->npieces++] = (struct piece){.handle = other, .held = 1};
-        return zcx_cu(err, "cuMemRelease", result);
-    }
-    if (other != p->handle) return zcx_fail(err, ZCX_E_UNFIT, "this driver does not say where each of its pieces ends");
     result = d->MemGetAllocationPropertiesFromHandle(&props, p->handle);
     if (result) return unfit(err, "cuMemGetAllocationPropertiesFromHandle", result, "what kind of memory it is cannot be told");
     if (!(props.handle_types & ZCU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))

@@ -50,7 +50,12 @@ struct zcx_slab *zcx_block_slab(const struct zcx_block *b); /* borrowed */
  * all work of the context. *freed (may be NULL): bytes returned. */
 int zcx_arena_trim(struct zcx_arena *a, int all, uint64_t *freed);
 
-struct zcx_arena_usage { uint64_t taken /* in blocks that live */, pending /* put, GPU not done */, idle /* free in slabs */, slabs, mapped /* bytes in all slabs */; };
+struct zcx_arena_usage {
+    uint64_t taken;   /* in blocks that live */
+    uint64_t pending; /* put, and the GPU not known to be done */
+    uint64_t idle;    /* free in slabs */
+    uint64_t slabs, mapped; /* how many, and the bytes in all of them */
+};
 void zcx_arena_usage(struct zcx_arena *a, struct zcx_arena_usage *out);
 
 /* The slab of an arena of this process that holds [ptr, ptr + nbytes), referenced; 1: none does. Any arena: a registry. */

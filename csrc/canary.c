@@ -26,7 +26,7 @@ static unsigned char value(uint64_t seed, unsigned i) {
     return (unsigned char)(1 + (x >> 32) % 250);
 }
 
-uint64_t zcx_canary_bytes(uint32_t step) { return step == ZCX_PROVE_VMM || step == ZCX_PROVE_READ ? 24ull << 20 : BYTES_MAX; }
+uint64_t zcx_canary_bytes(uint32_t step) { return step >= ZCX_PROVE_VMM ? 24ull << 20 : BYTES_MAX; }
 
 int zcx_canary_identity(const struct zcx_driver *d, zcu_pool pool, zcu_ptr memory, zcu_stream stream, struct zcx_err *err) {
     struct zcx_ptr_info info = {0};
@@ -67,6 +67,15 @@ int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, uint64_t nbytes, 
     return r;
 }
 
+static int compare(const unsigned char *seen, unsigned i, unsigned n, uint64_t seed, struct zcx_err *err) {
+    for (unsigned k = 0; k < MARK; k++)
+        if (seen[k] != value(seed, i)) {
+            zcx_fail(err, ZCX_E_UNFIT, "byte %llu of the check's memory reads %u, not %u", (unsigned long long)(place(i, n) + k), seen[k], value(seed, i));
+            return 1;
+        }
+    return 0;
+}
+
 int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, uint64_t nbytes, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream,
                      struct zcx_err *err) {
     unsigned char seen[NMARKS_MAX][MARK];
@@ -80,12 +89,13 @@ int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, uint64_t nbytes, 
         }
     if (!r) r = zcx_cu(err, "cuStreamSynchronize", d->StreamSynchronize(stream));
     if (r) return r;
-    for (unsigned i = 0; i < n; i++)
-        for (unsigned k = 0; k < MARK; k++)
-            if (seen[i][k] != value(seed, i)) {
-                zcx_fail(err, ZCX_E_UNFIT, "byte %llu of the check's memory reads %u, not %u", (unsigned long long)(place(i, n) + k), seen[i][k],
-                         value(seed, i));
-                return 1;
-            }
-    return 0;
+    for (unsigned i = 0; i < n && !r; i++) r = compare(seen[i], i, n, seed, err);
+    return r;
+}
+
+int zcx_canary_check_host(const unsigned char *copy, uint64_t nbytes, uint64_t seed, struct zcx_err *err) {
+    unsigned n = nmarks(nbytes);
+    int r = 0;
+    for (unsigned i = 0; i < n && !r; i++) r = compare(copy + place(i, n), i, n, seed, err);
+    return r;
 }

@@ -16,7 +16,8 @@ enum {
     ZCX_PROVE_WINDOWS = 2,  /* import in windows of one chunk */
     ZCX_PROVE_VMM = 3,      /* a slab, mapped to be written, both gates */
     ZCX_PROVE_READ = 4,     /* a slab, mapped to be read */
-    ZCX_PROVE_STEPS = 4,
+    ZCX_PROVE_WINDOW = 5,   /* no import: pinned host memory, copied to and from, both gates */
+    ZCX_PROVE_STEPS = 5,
 };
 /* Bytes of the memory of a step. A pool's touches two chunks at least, and so has a seam; a slab's is one of its own (arena.h). */
 uint64_t zcx_canary_bytes(uint32_t step);
@@ -32,5 +33,8 @@ int zcx_canary_write(const struct zcx_driver *d, zcu_ptr base, uint64_t nbytes, 
 /* Copy the marks from the device and compare. Waits for `stream`: only ever one of the check's own, or of a worker.
  * 0: all there; 1: not, err->text says which. */
 int zcx_canary_check(const struct zcx_driver *d, zcu_ptr base, uint64_t nbytes, const struct zcx_seams *seams, uint64_t seed, zcu_stream stream, struct zcx_err *err);
+
+/* The same for marks that were copied to the host. */
+int zcx_canary_check_host(const unsigned char *copy, uint64_t nbytes, uint64_t seed, struct zcx_err *err);
 
 #endif

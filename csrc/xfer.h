@@ -80,7 +80,7 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
 int zcx_parent_offer(struct zcx_parent *p, int ordinal, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err);
 
 /* Start a check of canary.h on an accepted device: memory is taken (of the pool; of `arena` for ZCX_PROVE_VMM and _READ), marks are
- * written late, the worker is asked. ZCX_EV_PROVED comes when DONE was seen and the worker's own marks were read back. One at a time.
+ * written late, the worker is asked. (ZCX_PROVE_WINDOW takes none of either.) ZCX_EV_PROVED comes when DONE was seen and the worker's own marks were read back. One at a time.
  * What it shows of windows is remembered: until ZCX_PROVE_WINDOWS held, the pool rung refuses allocations above the limit. */
 int zcx_parent_prove(struct zcx_parent *p, unsigned device, uint32_t step, struct zcx_arena *arena, struct zcx_err *err);
 

@@ -69,10 +69,27 @@ static int prove_slab(struct zcx_worker *w, struct device *d, const struct zcx_p
     return r ? r : undone;
 }
 
+/* The parent's marks come through pinned host memory, and ours go back the same way, late. */
+static int prove_window(struct zcx_worker *w, struct device *d, const struct zcx_prove *m, const struct zcx_driver *driver, struct zcx_err *err) {
+    uint64_t nbytes = zcx_canary_bytes(m->step);
+    unsigned char *window;
+    zcu_ptr own;
+    int r = zcx_worker_window(w, d->ordinal, m->buffer.key, m->buffer.offset, &window, err);
+    if (!r) r = zcx_cu(err, "cuMemAllocAsync", driver->MemAllocAsync(&own, nbytes, d->gate_stream));
+    if (r) return r;
+    r = zcx_cu(err, "cuMemcpyHtoDAsync", driver->MemcpyHtoDAsync(own, window, nbytes, d->gate_stream));
+    if (!r) r = zcx_canary_check(driver, own, nbytes, &whole, m->seed, d->gate_stream, err);
+    if (!r) r = zcx_canary_write(driver, own, nbytes, &whole, m->seed + 1, d->gate_stream, err);
+    if (!r) r = zcx_cu(err, "cuMemcpyDtoHAsync", driver->MemcpyDtoHAsync(window, own, nbytes, d->gate_stream));
+    int undone = zcx_cu(r ? NULL : err, "cuMemFreeAsync", driver->MemFreeAsync(own, d->gate_stream));
+    return r ? r : undone;
+}
+
 /* Does the buffer fit the step? */
 static int fits(const struct zcx_prove *m) {
     const struct zcx_buffer *b = &m->buffer;
     if (m->step < 1 || m->step > ZCX_PROVE_STEPS || b->nbytes != zcx_canary_bytes(m->step)) return 0;
+    if (m->step == ZCX_PROVE_WINDOW) return b->rung == ZCX_RUNG_HOST;
     if (m->step >= ZCX_PROVE_VMM) return b->rung == ZCX_RUNG_VMM && (m->step == ZCX_PROVE_VMM) == (b->flags == ZCX_BUFFER_RESULT);
     return b->rung == ZCX_RUNG_POOL && (m->step == ZCX_PROVE_WINDOWS) == (b->window != 0);
 }
@@ -93,7 +110,8 @@ int zcx_worker_take_proof(struct zcx_worker *w, struct zcx_err *err) {
     r = zcx_scope_open(&scope, d->ordinal, err);
     if (r) return r;
     int seen = zcx_gate_await(w->gate, d->ordinal, m.gate.ready_slot, m.gate.ready, d->gate_stream, &why);
-    if (!seen) seen = m.step >= ZCX_PROVE_VMM ? prove_slab(w, d, &m, scope.d, &why) : prove_pool(w, d, &m, scope.d, &why);
+    if (!seen) seen = m.step == ZCX_PROVE_WINDOW ? prove_window(w, d, &m, scope.d, &why)
+                         : m.step >= ZCX_PROVE_VMM ? prove_slab(w, d, &m, scope.d, &why) : prove_pool(w, d, &m, scope.d, &why);
     if (seen) snprintf(reason, sizeof reason, "%s%s%s%s%s", why.call ? why.call : "", why.call ? ": " : "",
                        why.cuda ? zcx_driver_error_name(why.cuda) : "", why.cuda ? ", " : "", why.text);
     r = zcx_device_join(scope.d, d, err); /* windows of an import that failed half way are given up on another stream */

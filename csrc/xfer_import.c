@@ -331,7 +331,7 @@ int zcx_worker_ordinal(const struct zcx_worker *w, unsigned device) {
     return device < ZCX_MAX_DEVICES && w->devices[device].open ? w->devices[device].ordinal : -1;
 }
 
-static int host_window(struct zcx_worker *w, int ordinal, uint64_t segment, uint64_t offset, unsigned char **out, struct zcx_err *err) {
+int zcx_worker_window(struct zcx_worker *w, int ordinal, uint64_t segment, uint64_t offset, unsigned char **out, struct zcx_err *err) {
     struct window *known;
     for (known = w->windows; known && (segment || known->offset != offset); known = known->next) {}
     if (!known) {
@@ -367,7 +367,7 @@ int zcx_worker_transfer(struct zcx_worker *w, const struct zcx_buffer *b, zcu_pt
     int sending = b->flags & ZCX_BUFFER_RESULT;
     pthread_mutex_lock(&w->rpc); /* a thread that outlived its call may be told of memory just now */
     if (end.window_is_host) {
-        r = host_window(w, end.ordinal, b->key, b->offset, &end.host_window, err);
+        r = zcx_worker_window(w, end.ordinal, b->key, b->offset, &end.host_window, err);
     } else {
         struct slab *s = zcx_worker_slab(w, b->key);
         if (!s || s->device != b->pool || (s->vmm && (!zcx_vmm_complete(s->vmm) || b->offset > zcx_vmm_bytes(s->vmm) ||

@@ -94,6 +94,7 @@ struct proof {
     zcu_ptr memory;
     struct zcx_block *block;    /* which holds it, of the arena; NULL: the pool's */
     struct slab *slab;
+    struct window *window;      /* host memory in its place */
     uint64_t seed;
     int answered;               /* PROVED came: DONE is awaited */
     int failed;
@@ -198,6 +199,7 @@ int zcx_transfer_of_ring(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uin
 int zcx_rings_step(struct zcx_parent *p, struct zcx_err *err);
 /* The other side is through. 1: copies of ours are not complete; 0: all rings are ended; negative: the driver cannot tell. */
 int zcx_rings_end(struct zcx_parent *p, struct zcx_err *err);
+int zcx_window_take(struct zcx_parent *p, int ordinal, struct window **out, struct zcx_err *err); /* pinned; busy until it is said to be free */
 void zcx_ring_dispose(struct ring *r); /* ended, or left behind: its window is neither free nor used again */
 void zcx_windows_free(struct zcx_parent *p);
 

@@ -17,7 +17,10 @@ static int write_marks(struct zcx_parent *p, uint32_t step, struct zcx_arena *ar
     int r = zcx_scope_open(&scope, f->gate.ordinal, err);
     if (r) return r;
     r = zcx_cu(err, "cuStreamCreate", scope.d->StreamCreate(&f->gate.stream, ZCU_STREAM_NON_BLOCKING));
-    if (!r && arena) {
+    if (!r && step == ZCX_PROVE_WINDOW) {
+        r = zcx_window_take(p, f->gate.ordinal, &f->window, err);
+        if (!r) r = zcx_cu(err, "cuMemAllocAsync", scope.d->MemAllocAsync(&f->memory, nbytes, f->gate.stream));
+    } else if (!r && arena) {
         r = zcx_arena_take(arena, nbytes, step == ZCX_PROVE_READ ? ZCX_ARENA_READ : ZCX_ARENA_WRITE, &f->block, err);
         if (!r) f->memory = zcx_block_address(f->block);
     } else if (!r) {
@@ -25,6 +28,8 @@ static int write_marks(struct zcx_parent *p, uint32_t step, struct zcx_arena *ar
     }
     if (!r && step == ZCX_PROVE_POOL) r = zcx_canary_identity(scope.d, zcx_pool_handle(pool), f->memory, f->gate.stream, err);
     if (!r) r = zcx_canary_write(scope.d, f->memory, nbytes, &whole, f->seed, f->gate.stream, err);
+    if (!r && f->window)
+        r = zcx_cu(err, "cuMemcpyDtoHAsync", scope.d->MemcpyDtoHAsync(zcx_range_address(f->window->range), f->memory, nbytes, f->gate.stream));
     if (!r) r = zcx_call_gate_ready(p, &f->gate, err);
     zcx_scope_close(&scope);
     return r;
@@ -34,6 +39,7 @@ static int write_marks(struct zcx_parent *p, uint32_t step, struct zcx_arena *ar
 static int read_marks(struct zcx_parent *p, struct zcx_err *err) {
     const struct proof *f = &p->proof;
     struct zcx_scope scope;
+    if (f->window) return zcx_canary_check_host(zcx_range_address(f->window->range), zcx_canary_bytes(f->step), f->seed + 1, err);
     int r = zcx_scope_open(&scope, f->gate.ordinal, err);
     if (r) return r;
     r = zcx_canary_check(scope.d, f->memory, zcx_canary_bytes(f->step), &whole, f->seed + (f->step != ZCX_PROVE_READ), f->gate.stream, err);
@@ -49,11 +55,13 @@ void zcx_proof_end(struct zcx_parent *p) {
     zcx_call_gate_drop(p, &f->gate);
     if (f->block) zcx_block_put(f->block);
     if (f->gate.stream && zcx_scope_open(&scope, f->gate.ordinal, NULL) == 0) {
-        if (f->memory && !f->block) zcx_pool_free(p->devices[f->gate.device].pool, f->memory, f->gate.stream, NULL);
+        if (f->memory && f->window) scope.d->MemFreeAsync(f->memory, f->gate.stream); /* no worker knows it */
+        else if (f->memory && !f->block) zcx_pool_free(p->devices[f->gate.device].pool, f->memory, f->gate.stream, NULL);
         scope.d->StreamDestroy(f->gate.stream); /* what is queued on it goes on */
         zcx_scope_close(&scope);
     }
     if (f->slab) f->slab->uses--;
+    if (f->window && !f->failed) f->window->busy = 0; /* else the worker may write to it yet: it serves nobody else */
     memset(f, 0, sizeof *f);
     zcx_parent_trim_slabs(p, 0);
 }
@@ -63,6 +71,11 @@ static int buffer_of(struct zcx_parent *p, uint32_t step, struct zcx_buffer *b, 
     uint64_t nbytes = zcx_canary_bytes(step);
     *b = (struct zcx_buffer){.id = p->next_id++, .rung = ZCX_RUNG_POOL, .flags = step == ZCX_PROVE_READ ? 0 : ZCX_BUFFER_RESULT,
                              .pool = (uint16_t)f->gate.device, .nbytes = nbytes};
+    if (f->window) {
+        b->rung = ZCX_RUNG_HOST;
+        b->offset = zcx_range_offset(f->window->range); /* in segment 0 */
+        return 0;
+    }
     if (f->block) {
         int r = zcx_parent_send_slab(p, f->gate.device, f->memory, nbytes, step == ZCX_PROVE_VMM, &f->slab, &b->offset, err);
         if (r) return r;
@@ -85,8 +98,8 @@ static int buffer_of(struct zcx_parent *p, uint32_t step, struct zcx_buffer *b, 
 int zcx_parent_prove(struct zcx_parent *p, unsigned device, uint32_t step, struct zcx_arena *arena, struct zcx_err *err) {
     REQUIRE(p, p->state >= ZCX_IDLE && p->state <= ZCX_CALLING && !p->proof.step, "a check", err);
     if (device >= p->ndevices || p->devices[device].accepted != 1) return zcx_fail(err, ZCX_E_RANGE, "device %u was not accepted by the worker", device);
-    if (step < 1 || step > ZCX_PROVE_STEPS || (step >= ZCX_PROVE_VMM) != (arena != NULL)) return zcx_fail(err, ZCX_E_RANGE, "there is no check %u like that", step);
-    if (!arena && !p->devices[device].pooled) return zcx_fail(err, ZCX_E_RANGE, "the worker did not open the pool of this device");
+    if (step < 1 || step > ZCX_PROVE_STEPS || (step == ZCX_PROVE_VMM || step == ZCX_PROVE_READ) != (arena != NULL)) return zcx_fail(err, ZCX_E_RANGE, "there is no check %u like that", step);
+    if (step <= ZCX_PROVE_WINDOWS && !p->devices[device].pooled) return zcx_fail(err, ZCX_E_RANGE, "the worker did not open the pool of this device");
     struct proof *f = &p->proof;
     unsigned char body[16 + ZCX_GATE_REF_BYTES + ZCX_BUFFER_BYTES];
     int r = zcx_call_gate_new(p, device, NULL, &f->gate, err);
@@ -118,7 +131,7 @@ int zcx_proof_seen(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *e
         f->failed = r != 0;
         if (r) snprintf(f->reason, sizeof f->reason, "what the worker wrote did not arrive: %.180s", why.cuda ? zcx_driver_error_name(why.cuda) : why.text);
     }
-    if (f->failed) { /* DONE came too early, or an un-import failed: the worker may reach that memory yet */
+    if (f->failed && !f->window) { /* DONE came too early, or an un-import failed: the worker may reach that memory yet */
         d->doubted[f->step - 1].memory = f->memory;
         d->doubted[f->step - 1].block = f->block;
         f->memory = 0;

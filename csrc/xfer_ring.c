@@ -12,7 +12,7 @@
 /* So much pinned memory for one session, 64 MiB each. More results at once than that are refused this way. */
 #define WINDOWS_MAX 4
 
-static int window_take(struct zcx_parent *p, int ordinal, struct window **out, struct zcx_err *err) {
+int zcx_window_take(struct zcx_parent *p, int ordinal, struct window **out, struct zcx_err *err) {
     struct window *w;
     unsigned n = 0;
     for (w = p->windows; w && w->busy; w = w->next) n++;
@@ -78,7 +78,7 @@ static int ring_new(struct zcx_parent *p, unsigned device, const struct zcx_ring
         end.device_window = zcx_block_address(block);
         t->wire.key = t->slab->id;
     } else {
-        rc = window_take(p, end.ordinal, &r->window, err);
+        rc = zcx_window_take(p, end.ordinal, &r->window, err);
         if (rc) goto free_ring;
         end.host_window = zcx_range_address(r->window->range);
         t->wire.offset = zcx_range_offset(r->window->range); /* in segment 0 */

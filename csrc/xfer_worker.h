@@ -107,6 +107,8 @@ void zcx_worker_drop_segment(struct zcx_worker *w, uint64_t id);
 int zcx_worker_take_event(struct zcx_worker *w, struct zcx_err *err);
 int zcx_worker_take_slab(struct zcx_worker *w, struct zcx_err *err);
 int zcx_worker_drop_slab(struct zcx_worker *w, uint64_t id, struct zcx_err *err);
+/* The window of copies at this place of the result file, mapped and pinned. */
+int zcx_worker_window(struct zcx_worker *w, int ordinal, uint64_t segment, uint64_t offset, unsigned char **out, struct zcx_err *err);
 struct slab *zcx_worker_slab(struct zcx_worker *w, uint64_t id); /* NULL: unknown */
 /* At the end of a call: un-map the slabs of a device that it told of and that nothing uses. All work of the context is complete. */
 void zcx_worker_trim_slabs(struct zcx_worker *w, unsigned device);

@@ -134,6 +134,29 @@ def filled_parts(nbytes, seed):
 
 
 @expose
+def totals(*xs):
+    return [int(x.sum(dtype=torch.int64)) for x in xs]
+
+
+@expose
+def edited(x):
+    """Changed in place, and returned."""
+    return x.add_(1)
+
+
+@expose
+def recorded(x):
+    """Used on a stream of its own, as code that knows nothing of where a tensor came from does."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        total = x.sum(dtype=torch.int64)
+    x.record_stream(side)
+    empty((1000,), device="cuda").record_stream(side)
+    return int(total)
+
+
+@expose
 def cloned(x):
     """A copy by the driver, not by a kernel."""
     return x.clone()

@@ -13,7 +13,7 @@ from comfy_zerocopy import canary
 from comfy_zerocopy._native import zcx as core
 from comfy_zerocopy.array import Array
 
-__all__ = ["CHUNK", "Array", "byte", "canary", "core", "filled", "from_worker", "log", "marked", "re", "shared", "signal", "threading", "time", "worker", "zcx"]
+__all__ = ["CHUNK", "Array", "byte", "canary", "core", "filled", "from_worker", "log", "marked", "next_best", "re", "shared", "signal", "threading", "time", "worker", "zcx"]
 
 CHUNK = 32 << 20
 log: list[str] = []
@@ -56,6 +56,13 @@ def shared(w):
     transfers = w.last_report.transfers
     assert transfers
     return True if all(t.rung == "pool" and not t.copied for t in transfers) else "; ".join(t.reason for t in transfers)
+
+
+def next_best(w, direction, device=True):
+    """Where the pool cannot be used: an input was staged, a result lies in the arena; without a device rung both came by the host."""
+    (t,) = [t for t in w.last_report.transfers if t.direction == direction]
+    wanted = ("host", True) if not device else ("staged", True) if direction == "input" else ("vmm", False)
+    assert (t.rung, t.copied) == wanted, t
 
 
 def from_worker(w, nbytes=5000):

@@ -51,6 +51,7 @@ def whole(w, n, prepare=lambda: None):
     prepare()
     got = w.call("work", x, view, x)
     sim.simcuda_fail(b"")
+    assert w.status()["kept"] == 0, "nothing of it is left in the worker"
     assert got["same"] is True and got["out again"] is got["out"] and got["half"].address == got["out"].address + n // 2
     assert got["sum"] == sum(data[3:n - 4])
     assert got["out"].tobytes() == data[::-1]
