@@ -373,7 +373,8 @@ CASE(out_of_memory) {
     zcx_arena_patience(a, 0);
     CHECK(zcx_arena_take(a, 150 * MIB, ZCX_ARENA_READ, &c, &err) == -ZCX_E_CUDA && err.cuda == ZCU_ERROR_OUT_OF_MEMORY);
     snprintf(text, sizeof text, "%llu are free", (unsigned long long)free_on(0));
-    CHECK(c == (void *)1 && strstr(err.text, "157286400 bytes") && strstr(err.text, text) && strstr(err.text, "and 0 that"), "%s", err.text);
+    CHECK(c == (void *)1 && strstr(err.text, "157286400 bytes") && strstr(err.text, text) && strstr(err.text, "and 0 that"), "%s",
+          err.text);
     CHECK(zcx_arena_take(a, 150 * MIB, ZCX_ARENA_READ, &c, NULL) == -ZCX_E_CUDA);
     CHECK(zcx_arena_take(a, UINT64_MAX, ZCX_ARENA_READ, &c, &err) == -ZCX_E_CUDA && err.cuda == ZCU_ERROR_OUT_OF_MEMORY);
     /* Where a whole slab has no room, a small one may. */
@@ -712,6 +713,9 @@ CASE(wrong_sizes) {
     CHECK(simcuda_count("mappings") == 0 && simcuda_count("reservations") == 1);
     zcx_vmm_free(v);
     zcx_vmm_free(NULL);
+    CHECK(zcx_vmm_new(&v, 0, 10 * MIB, 1, 1, &err) == 0);
+    CHECK(zcx_vmm_add(v, -1, 8 * MIB, &err) == -ZCX_E_PROTOCOL && strstr(err.text, "10485760 are left for 1"), "%s", err.text);
+    zcx_vmm_free(v);
     nothing_left();
 }
 
@@ -803,7 +807,8 @@ static void *take_and_put(void *number) {
         state = state * 6364136223846793005ull + 1442695040888963407ull;
         unsigned i = (unsigned)(state >> 60) % 6;
         if (mine[i].b) {
-            CHECK(byte_at(0, zcx_block_address(mine[i].b) + zcx_block_bytes(mine[i].b) - 1, stream) == mine[i].byte, "somebody else wrote there");
+            zcu_ptr last = zcx_block_address(mine[i].b) + zcx_block_bytes(mine[i].b) - 1;
+            CHECK(byte_at(0, last, stream) == mine[i].byte, "somebody else wrote there");
             /* still in use when it is put */
             CHECK(fill(0, stream, zcx_block_address(mine[i].b), 0xEE, zcx_block_bytes(mine[i].b)) == 0);
             zcx_block_put(mine[i].b);
