@@ -36,9 +36,10 @@ static struct zcx_import *asked(unsigned char fill, uint64_t *id) {
     struct zcx_import_info info;
     struct zcx_err err = {0};
     uint64_t request = 0;
+    struct zcx_buffer staged;
     uint32_t code;
     zcx_wire_put_u64(shape, 0, a.nbytes);
-    int r = zcx_worker_alloc(worker, &a, &request, NULL, NULL, &import, &code, &err);
+    int r = zcx_worker_alloc(worker, &a, &request, NULL, NULL, &import, &staged, &code, &err);
     if (r == -ZCX_E_RANGE || r == -ZCX_E_DIED) return NULL; /* no call runs, or none ever will */
     CHECK(r == 0, "%d %s", r, err.text);
     zcx_import_info(import, &info);
@@ -306,9 +307,10 @@ static void *ask_in_vain(void *arg) {
         unsigned char shape[8] = {1};
         struct zcx_alloc a = {.ndim = 1, .itemsize = 1, .dtype = zcx_text_of("uint8"), .shape = shape, .nbytes = 1};
         struct zcx_import *import;
+        struct zcx_buffer staged;
         uint64_t request = 0;
         uint32_t code = 0;
-        CHECK(zcx_worker_alloc(worker, &a, &request, NULL, NULL, &import, &code, NULL) == 1 && code == ZCX_REFUSED_MEMORY);
+        CHECK(zcx_worker_alloc(worker, &a, &request, NULL, NULL, &import, &staged, &code, NULL) == 1 && code == ZCX_REFUSED_MEMORY);
     }
     stop = 1;
     return NULL;

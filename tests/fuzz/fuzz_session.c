@@ -1,4 +1,5 @@
 // sources: tests/fuzz/fuzz_main.c csrc/[!m]*.c
+// flags: -DZCX_RING_SLOT_BYTES=65536ull
 /* fuzz_session.c: one end of a session (xfer.h) against a peer that the input scripts. The first byte says which end is ours; what
  * follows are steps, one byte each with the bytes that it wants: calls of our side, as its caller makes them, and packets of the
  * peer's: any type, with fields, descriptors and damage from the input.
@@ -11,7 +12,7 @@
  * With ZCX_LIBCUDA pointing at the simulated driver the parent lends device memory too, and the peer lies in the gate's page. The
  * worker's end stays on host memory: it leaves what the driver holds to the end of its process.
  *
- * With clang: clang -D_GNU_SOURCE -g -fsanitize=fuzzer,address,undefined -Icsrc -Itests/fuzz tests/fuzz/fuzz_session.c csrc/[!m]*.c -ldl */
+ * With clang: tests/fuzz/run.py. */
 #include <dirent.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -30,10 +31,11 @@ int fuzz_accepted;
 #define IMPORTS 32
 #define RANGES 32
 #define STEPS_MAX 400          /* of one input */
-#define QUEUED_MAX 48          /* packets of the peer's that our side has not read yet: so no answer of ours finds a full socket */
+#define QUEUED_MAX 48          /* packets of the peer's that our side has not read yet: no answer finds a full socket */
 #define SOURCE_BYTES (256u << 10)
 #define DEVICE_BYTES (1u << 20)
 #define FOREIGN_BYTES 65536u
+#define FIXED (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
 /* ---- what the whole process has ---- */
 
@@ -41,7 +43,9 @@ static unsigned char source[SOURCE_BYTES];
 static struct zcx_shm *foreign;         /* a result file of "another worker" */
 static uint64_t foreign_at;
 static struct zcx_pool *pool;           /* NULL: no driver */
-static zcu_ptr device_memory;
+static zcu_ptr device_memory;           /* of the pool */
+static struct zcx_arena *arena;
+static struct zcx_block *arena_memory;
 static volatile unsigned sink;
 
 static void start_once(void) {
@@ -50,7 +54,9 @@ static void start_once(void) {
     started = 1;
     HOLDS(zcx_shm_result_new(&foreign, 1 << 20, NULL) == 0 && zcx_shm_range_take(foreign, FOREIGN_BYTES, &foreign_at, NULL) == 0);
     for (size_t i = 0; i < sizeof source; i++) source[i] = (unsigned char)(i * 7);
-    if (getenv("ZCX_LIBCUDA")) HOLDS(zcx_pool_new(&pool, 0, NULL) == 0 && zcx_pool_alloc(pool, DEVICE_BYTES, NULL, &device_memory, NULL) == 0);
+    if (!getenv("ZCX_LIBCUDA")) return;
+    HOLDS(zcx_pool_new(&pool, 0, NULL) == 0 && zcx_pool_alloc(pool, DEVICE_BYTES, NULL, &device_memory, NULL) == 0);
+    HOLDS(zcx_arena_new(&arena, 0, NULL) == 0 && zcx_arena_take(arena, DEVICE_BYTES, ZCX_ARENA_READ, &arena_memory, NULL) == 0);
 }
 
 static int count_fds(void) {
@@ -95,7 +101,8 @@ static int more(struct script *s) { return s->at < s->end && s->steps++ < STEPS_
 
 /* A size or an id: mostly small, sometimes one that arithmetic stumbles over. */
 static uint64_t number(struct script *s) {
-    static const uint64_t odd[] = {0xffff, 0x10000, 1ull << 31, 0xffffffff, 1ull << 32, 1ull << 52, INT64_MAX, 1ull << 63, UINT64_MAX - 4095, UINT64_MAX};
+    static const uint64_t odd[] = {0xffff,     0x10000,   1ull << 31, 0xffffffff,        1ull << 32,
+                                   1ull << 52, INT64_MAX, 1ull << 63, UINT64_MAX - 4095, UINT64_MAX};
     uint8_t b = byte(s);
     if (b < 128) return b;
     if (b < 224) return (uint64_t)(b - 127) * 4096;
@@ -136,8 +143,7 @@ struct peer {
 
 /* A descriptor as good or as bad as the input wants it. */
 static int descriptor(unsigned kind, uint64_t size) {
-    static const int seals[] = {0, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL | F_SEAL_FUTURE_WRITE,
-                                F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL | F_SEAL_WRITE};
+    static const int seals[] = {0, FIXED, FIXED | F_SEAL_FUTURE_WRITE, FIXED | F_SEAL_WRITE};
     int ends[2], fd;
     switch (kind % 8) {
     case 0: case 1: case 2: case 3:
@@ -209,13 +215,20 @@ static struct zcx_gate_ref gate_ref(struct script *s) {
 
 static struct zcx_buffer buffer(struct script *s) {
     uint8_t kind = byte(s);
-    struct zcx_buffer b = {.id = number(s), .rung = kind < 200 ? ZCX_RUNG_HOST : kind % 8, .flags = kind & 1, .pool = kind < 200 ? 0 : byte(s)};
+    struct zcx_buffer b = {.rung = kind < 200 ? ZCX_RUNG_HOST : kind % 8, .flags = kind & 1};
+    b.id = number(s);
+    if (kind >= 200) b.pool = byte(s);
     b.key = number(s);
     b.offset = number(s);
     b.nbytes = number(s);
-    if (b.rung == ZCX_RUNG_POOL) {
-        b.window = byte(s);
-        b.alloc_bytes = number(s);
+    if (b.rung == ZCX_RUNG_POOL) b.window = byte(s);
+    if (b.rung != ZCX_RUNG_HOST) b.alloc_bytes = number(s);
+    if (b.rung == ZCX_RUNG_STAGED) {
+        struct zcx_ring_ref ref = {.carrier = byte(s)};
+        ref.filled_slot = byte(s);
+        ref.emptied_slot = byte(s);
+        ref.filled = ref.emptied = number(s);
+        zcx_ring_ref_encode(&ref, b.blob);
     }
     return b;
 }
@@ -226,7 +239,8 @@ static long body_of(struct script *s, enum zcx_type type, unsigned char *out, si
     uint32_t n;
     switch (type) {
     case ZCX_HELLO: {
-        struct zcx_hello m = {.protocol_min = byte(s), .protocol_max = byte(s), .features = 3};
+        struct zcx_hello m = {.protocol_min = byte(s), .protocol_max = byte(s)};
+        m.features = byte(s);
         m.version = text(s);
         m.python = text(s);
         return zcx_hello_encode(&m, out, cap, NULL);
@@ -240,7 +254,15 @@ static long body_of(struct script *s, enum zcx_type type, unsigned char *out, si
         struct zcx_gate_event m = {.pool = byte(s), .slot = byte(s)};
         return zcx_gate_event_encode(&m, out, cap, NULL);
     }
-    case ZCX_POOL: {
+    case ZCX_SLAB: {
+        struct zcx_slab_msg m = {.pool = byte(s), .flags = byte(s) % 8};
+        m.piece = byte(s);
+        m.npieces = byte(s);
+        m.piece_bytes = number(s);
+        m.bytes = number(s);
+        return zcx_slab_msg_encode(&m, out, cap, NULL);
+    }
+    case ZCX_POOL: case ZCX_DEVICE: {
         struct zcx_pool_msg m = {.index = byte(s)};
         return zcx_pool_msg_encode(&m, out, cap, NULL);
     }
@@ -269,7 +291,10 @@ static long body_of(struct script *s, enum zcx_type type, unsigned char *out, si
         return zcx_call_msg_encode(&m, out, cap, NULL);
     }
     case ZCX_ALLOC: {
-        struct zcx_alloc m = {.place = byte(s), .ndim = byte(s) % 8, .itemsize = 1 + byte(s) % 16, .dtype = zcx_text_of("float32"), .shape = array};
+        struct zcx_alloc m = {.dtype = zcx_text_of("float32"), .shape = array};
+        m.place = byte(s);
+        m.ndim = byte(s) % 8;
+        m.itemsize = 1 + byte(s) % 16;
         for (unsigned i = 0; i < m.ndim; i++) zcx_wire_put_u64(array, i, number(s));
         uint64_t lie = number(s);
         m.nbytes = lie ? lie : m.itemsize; /* else the true product, where there is one */
@@ -359,7 +384,7 @@ static void post_scripted(struct script *s, struct peer *p) {
         if (nfds < 7 && n) {
             int fd = fds[nfds++] = descriptor(damage % 16 == 7 ? 0 : damage >> 4, 0);
             ssize_t written = write(fd, packet + ZCX_HEADER_BYTES, (size_t)n < sizeof blob ? (size_t)n : sizeof blob);
-            if (damage % 16 == 7 && damage >> 4 != 1) fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL);
+            if (damage % 16 == 7 && damage >> 4 != 1) fcntl(fd, F_ADD_SEALS, FIXED | F_SEAL_WRITE);
             h.flags = ZCX_FLAG_BODY_FD;
             h.nfds = nfds;
             h.length = written > 0 ? (uint32_t)written : 1;
@@ -488,7 +513,8 @@ static void keep_range(struct parent *t, struct zcx_range *r, unsigned i) {
     for (unsigned k = 0; k < RANGES; k++) {
         struct zcx_range *other = t->ranges[k].range;
         if (other == r) pattern = t->ranges[k].pattern;
-        else if (other) HOLDS(at + zcx_range_bytes(r) <= zcx_range_address(other) || zcx_range_address(other) + zcx_range_bytes(other) <= at);
+        else if (other)
+            HOLDS(at + zcx_range_bytes(r) <= zcx_range_address(other) || zcx_range_address(other) + zcx_range_bytes(other) <= at);
     }
     memset(zcx_range_address(r), pattern, shown(r));
     t->ranges[i].range = r;
@@ -557,20 +583,31 @@ static void lend_shared(struct parent *t) {
     o->taken = r == 0;
 }
 
-static void lend_pool(struct parent *t) {
-    struct owner *o = pool ? new_owner(t) : NULL;
+/* By each rung, right or not: memory of the pool, of an arena, of nobody. */
+static void lend_device(struct parent *t) {
+    uint8_t how = byte(t->s);
     uint64_t offset = number(t->s), nbytes = number(t->s), id;
-    if (o) o->taken = judged(t->s, zcx_parent_lend_pool(t->p, 0, device_memory + offset, nbytes, NULL, o, &id, fresh())) == 0;
+    struct owner *o = pool ? new_owner(t) : NULL;
+    if (!o) return;
+    zcu_ptr memory = how & 1 ? zcx_block_address(arena_memory) : device_memory;
+    struct zcx_ring_part parts[2] = {{memory, nbytes / 2}, {0, nbytes - nbytes / 2}};
+    int r;
+    if (how & 4) r = zcx_parent_lend_ring(t->p, how >> 4 & 1, parts, 2, nbytes, NULL, NULL, o, &id, fresh());
+    else r = zcx_parent_lend_device(t->p, how >> 4 & 1, how & 2 ? ZCX_RUNG_VMM : ZCX_RUNG_POOL, memory + offset, nbytes, how >> 3 & 1, NULL, o, &id, fresh());
+    o->taken = judged(t->s, r) == 0;
 }
 
 static void offer(struct parent *t) {
     unsigned index;
     int accepted;
-    if (pool) judged(t->s, zcx_parent_offer(t->p, pool, &index, &accepted, fresh()));
+    uint8_t how = byte(t->s);
+    if (pool) judged(t->s, zcx_parent_offer(t->p, how >> 1, how & 1 ? NULL : pool, &index, &accepted, fresh()));
 }
 
 static void prove(struct parent *t) {
-    if (pool && t->proofs++ == 0) judged(t->s, zcx_parent_prove(t->p, 0, 1 + byte(t->s) % 2, fresh())); /* it moves much memory */
+    uint8_t how = byte(t->s);
+    if (pool && t->proofs++ == 0) /* it moves much memory */
+        judged(t->s, zcx_parent_prove(t->p, 0, how >> 1, how & 1 ? arena : NULL, fresh()));
 }
 
 static void answer(struct parent *t) {
@@ -579,7 +616,13 @@ static void answer(struct parent *t) {
     if (how & 2) {
         struct owner *o = new_owner(t);
         uint64_t nbytes = number(t->s);
-        if (o) o->taken = judged(t->s, zcx_parent_allocated(t->p, request, how >> 4 & 1, device_memory, nbytes, NULL, o, fresh())) == 0;
+        unsigned device = how >> 4 & 1;
+        zcu_ptr memory = !pool ? 0 : how & 8 ? zcx_block_address(arena_memory) : device_memory;
+        int r;
+        if (!o) return;
+        if (how & 4) r = zcx_parent_allocated_ring(t->p, request, device, memory, nbytes, NULL, o, fresh());
+        else r = zcx_parent_allocated(t->p, request, device, how & 8 ? ZCX_RUNG_VMM : ZCX_RUNG_POOL, memory, nbytes, NULL, o, fresh());
+        o->taken = judged(t->s, r) == 0;
     } else {
         judged(t->s, zcx_parent_refuse(t->p, request, ZCX_REFUSED_TOO_LARGE, "the script says no", fresh()));
     }
@@ -633,9 +676,9 @@ static int parent_op(struct parent *t) {
     case 18: drain(t); break;
     case 19: hear(&t->peer); break;
     case 20: offer(t); break;
-    case 21: lend_pool(t); break;
+    case 21: lend_device(t); break;
     case 22: prove(t); break;
-    case 23: /* the peer says DONE, or something else, in the page; in the slot of a call that is over it could only hold the page back */
+    case 23: /* the peer says DONE, or not, in the page; in the slot of a call that is over it could only hold the page back */
         if (t->peer.page && t->peer.done_seq == t->seq)
             atomic_store(&t->peer.page[t->peer.done_slot % ZCX_GATE_SLOTS * (ZCX_GATE_STRIDE / 8)], t->peer.done + number(s));
         break;
@@ -676,9 +719,10 @@ static void parent_session(struct parent *t) {
     end_call(t);
     zcx_parent_gone(t->p);
     t->gone = 1;
+    /* READY, and copies of ours, are on their way. */
+    for (int64_t end = zcx_now() + 10000000000; !zcx_parent_idle(t->p);) HOLDS(zcx_now() < end);
     drain(t);
     for (unsigned i = 0; i < t->nowners; i++) HOLDS(t->owners[i].taken == t->owners[i].released);
-    for (int64_t end = zcx_now() + 10000000000; !zcx_parent_idle(t->p);) HOLDS(zcx_now() < end); /* READY is on its way */
     zcx_parent_free(t->p);
     end_peer(&t->peer);
     close(t->control);
@@ -729,6 +773,10 @@ static void run_call(struct worker *t, const struct zcx_work *work) {
         struct zcx_buffer b;
         struct zcx_import *import;
         int r = judged(t->s, zcx_buffer_decode(work->buffers + (size_t)i * ZCX_BUFFER_BYTES, &b, fresh()));
+        if (!r && b.rung == ZCX_RUNG_STAGED) {
+            judged(t->s, zcx_worker_transfer(t->w, &b, 0, NULL, fresh()));
+            continue;
+        }
         if (!r) r = judged(t->s, zcx_worker_map(t->w, &b, &import, fresh()));
         if (!r) hold_import(t, import);
     }
@@ -771,18 +819,21 @@ static void ask(struct worker *t) {
     struct zcx_alloc a = {.ndim = 1, .itemsize = 1, .dtype = zcx_text_of("uint8"), .shape = shape, .nbytes = number(t->s)};
     struct zcx_refused no = {.code = ZCX_REFUSED_MEMORY, .reason = zcx_text_of("no")};
     struct zcx_import *import;
+    struct zcx_buffer staged;
     uint64_t request = 0;
     uint32_t code;
+    a.place = (uint16_t)(byte(t->s) % 3);
     if (t->over) return;
     zcx_wire_put_u64(shape, 0, a.nbytes);
     if (t->in_call) t->requests++;
     t->peer.queued = 0;
     post(&t->peer, ZCX_REFUSED, t->peer.seq, t->requests, body, (size_t)zcx_refused_encode(&no, body, sizeof body, NULL), -1);
     if (!t->peer.queued) close_peer(&t->peer);
-    int r = judged(t->s, zcx_worker_alloc(t->w, &a, &request, NULL, NULL, &import, &code, fresh()));
+    int r = judged(t->s, zcx_worker_alloc(t->w, &a, &request, NULL, NULL, &import, &staged, &code, fresh()));
     HOLDS(r <= 1);
     if (t->in_call && !request) t->requests--; /* not asked: it could not be encoded */
-    if (r == 0) hold_import(t, import);
+    if (r == 0 && import) hold_import(t, import);
+    if (r == 0 && !import) r = judged(t->s, zcx_worker_transfer(t->w, &staged, 0, NULL, fresh()));
     if (r < 0 && r != -ZCX_E_RANGE && r != -ZCX_E_UNFIT) t->over = 1;
     hear(&t->peer);
     t->peer.queued = 0;

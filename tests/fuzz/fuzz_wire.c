@@ -29,6 +29,11 @@ static void pool_msg(const struct zcx_pool_msg *m, const uint8_t *body, size_t s
 static void gate_event(const struct zcx_gate_event *m, const uint8_t *body, size_t size) { (void)m, (void)body, (void)size; }
 static void segment(const struct zcx_segment *m, const uint8_t *body, size_t size) { (void)m, (void)body, (void)size; }
 
+static void slab_msg(const struct zcx_slab_msg *m, const uint8_t *body, size_t size) {
+    (void)body, (void)size;
+    HOLDS(m->piece < m->npieces && m->piece_bytes <= m->bytes);
+}
+
 static void prove(const struct zcx_prove *m, const uint8_t *body, size_t size) {
     (void)body, (void)size;
     HOLDS(m->buffer.offset + m->buffer.nbytes >= m->buffer.offset && (!m->buffer.window || m->buffer.rung == ZCX_RUNG_POOL));
@@ -124,7 +129,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     case 0: try_header(body, n); break;
     case ZCX_HELLO: try_hello(body, n, 1); break;
     case ZCX_GATE: try_gate_page(body, n, 0); break;
-    case ZCX_POOL: try_pool_msg(body, n, 0); break;
+    case ZCX_SLAB: try_slab_msg(body, n, 0); break;
+    case ZCX_POOL: case ZCX_DEVICE: try_pool_msg(body, n, 0); break;
     case ZCX_POOL_REPLY: try_pool_reply(body, n, 0); break;
     case ZCX_GATE_EVENT: try_gate_event(body, n, 0); break;
     case ZCX_PROVE: try_prove(body, n, 0); break;

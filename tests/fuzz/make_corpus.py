@@ -125,6 +125,9 @@ WIRE: dict[str, bytes] = {
     "ok-prove-windows": b"\x17" + struct.pack("<IQ", 2, 99) + gate(0, 2, 3, 1 << 32, 1 << 32) + buffer(
         2, 1, 1 << 26, 0, 1 << 26, 7, flags=1, window=1),
     "bad-prove-window-on-host": b"\x17" + struct.pack("<IQ", 2, 99) + gate(0, 2, 3, 1, 1) + buffer(2, 6, 4096, 0, 0, 7, window=1),
+    "ok-slab": b"\x1a" + struct.pack("<HHIIQQ", 0, 4, 1, 3, 1 << 21, 3 << 21),
+    "bad-slab-piece": b"\x1a" + struct.pack("<HHIIQQ", 0, 0, 3, 3, 1 << 21, 3 << 21),
+    "bad-slab-sizes": b"\x1a" + struct.pack("<HHIIQQ", 0, 0, 0, 1, 3 << 21, 1 << 21),
     "ok-proved": b"\x18" + struct.pack("<HHI", 0, 0, 2) + text(""),
     "ok-proved-failed": b"\x18" + struct.pack("<HHI", 0, 1, 1) + text("byte 0 reads 255, not 7"),
     "bad-proved-neither": b"\x18" + struct.pack("<HHI", 0, 2, 1) + text(""),
@@ -184,7 +187,7 @@ def nothing(n: int = 0) -> bytes:
     return bytes([n])
 
 
-GREETED = PARENT + says(HELLO, b"\1\1" + words("1") + words("3"), seq=NONE) + says(5, nothing(), seq=NONE)
+GREETED = PARENT + says(HELLO, b"\1\1\x0f" + words("1") + words("3"), seq=NONE) + says(5, nothing(), seq=NONE)
 BEGUN = b"\5\xdf"                                          # results of up to some hundred KiB
 COPIES = b"\6\3\x40\x82\0"                                 # three sources: 64 bytes, three pages, none; ids 1 to 3
 SENT = b"\x08" + words("tree")
@@ -202,7 +205,7 @@ def failure(code: int, *kept: int) -> bytes:
 
 CALLED = GREETED + BEGUN + COPIES + SENT
 ALLOCS = says(ALLOC, HOST, ident=1) + says(ALLOC, HOST, ident=2)
-INTRODUCED = (WORKER + tells(HELLO, b"\1\1" + words("1") + words("3"), seq=NONE) + tells(GATE, nothing(), fds=1, fd_kind=SEALED)
+INTRODUCED = (WORKER + tells(HELLO, b"\1\1\x0f" + words("1") + words("3"), seq=NONE) + tells(GATE, nothing(), fds=1, fd_kind=SEALED)
               + tells(SEGMENT, b"\2\x82", ident=0, fds=1, fd_kind=SEALED) + tells(SEGMENT, b"\1\x83", ident=1, fds=1, fd_kind=WRITE_SEALED)
               + tells(SEGMENT, b"\3\x80", ident=2, fds=1, fd_kind=READ_ONLY) + b"\0\x09")
 
@@ -213,7 +216,7 @@ def lent(ident: int, segment: int, offset: int, nbytes: int, flags: int = 0) -> 
 
 INPUTS = b"\0\2" + lent(1, 1, 64, 0x81) + lent(2, 2, 0, 100)
 RUNNING = INTRODUCED + tells(CALL, INPUTS) + b"\0"
-MADE = tells(ALLOCATED, b"\0" + lent(3, 0, 0, 0x80, flags=1), ident=1) + b"\2\x40"
+MADE = tells(ALLOCATED, b"\0" + lent(3, 0, 0, 0x80, flags=1), ident=1) + b"\2\x40\0"
 
 SESSION: dict[str, bytes] = {
     "ok-call": CALLED + says(RESULT, result()) + END,
@@ -239,16 +242,28 @@ SESSION: dict[str, bytes] = {
     "bad-flood": CALLED + message(26, ALLOC, HOST, ident=1) + b"\x18\xff\4" + says(RESULT, result(), seq=PREVIOUS),
     "ok-worker": RUNNING + MADE + b"\6\0\6\2\5\0\7\1\3\0" + words("done") + b"\0\0",
     "ok-worker-keeps": RUNNING + MADE + b"\3\0" + words("kept") + b"\0" + b"\5\0\5\0" + b"\0",
-    "ok-worker-refused": RUNNING + b"\2\x20\3\1" + words("no") + b"\0",
+    "ok-worker-refused": RUNNING + b"\2\x20\0\3\1" + words("no") + b"\0",
     "bad-worker-call-twice": RUNNING + b"\3\0" + words("") + b"\0" + tells(CALL, INPUTS, seq=PREVIOUS) + b"\0\0",
     "bad-worker-outside": INTRODUCED + tells(CALL, b"\0\1" + lent(1, 1, 0xff, 0xff)) + b"\0" + b"\3\1" + words(""),
     "bad-worker-unsealed": WORKER + tells(SEGMENT, b"\1\x83", ident=1, fds=1) + b"\0",
     "bad-worker-no-page": WORKER + tells(GATE, nothing(1), fds=1, fd_kind=SEALED) + b"\0",
 }
 
+OFFERED = GREETED + b"\x14\0" + says(4, b"\0\0" + words(""), seq=NONE)
+LENT_POOL, LENT_ARENA, LENT_RING = b"\x15\0\0\x80", b"\x15\3\0\x80", b"\x15\4\0\x80"
+ON_DEVICE = b"\1" + HOST[1:]
+MAYBE_STAGED = b"\2" + HOST[1:]
+
 DEVICE: dict[str, bytes] = {  # needs the simulated driver
-    "ok-device": GREETED + b"\x14" + says(4, b"\0\0" + words(""), seq=NONE) + BEGUN + b"\x15\0\x80" + SENT + b"\x13"
-    + says(RESULT, result()) + b"\x17\0\2" + END,
+    "ok-device": OFFERED + BEGUN + LENT_POOL + SENT + b"\x13" + says(RESULT, result()) + b"\x17\0\2" + END,
+    "ok-device-result": OFFERED + BEGUN + COPIES + SENT + says(ALLOC, ON_DEVICE, ident=9) + b"\x0f\3\x80\x13" + says(RESULT, result())
+    + b"\x17\0\2" + END,
+    "ok-arena": OFFERED + BEGUN + LENT_ARENA + SENT + says(ALLOC, ON_DEVICE, ident=9) + b"\x0f\x0b\x80\x13" + says(RESULT, result(1))
+    + b"\x17\0\2" + END + says(RELEASE, b"\1\1"),
+    "ok-ring": OFFERED + BEGUN + LENT_RING + SENT + b"\x13\x17\0" + says(RESULT, result()) + b"\0" * 4 + b"\x17\0\2" + b"\1" * 4 + END,
+    "bad-ring-without-done": OFFERED + BEGUN + LENT_RING + COPIES + SENT + says(RESULT, result()) + END,
+    "bad-device-not-offered": GREETED + says(4, b"\0\0" + words(""), seq=NONE),
+    "bad-device-proof": OFFERED + says(24, b"\0\0\1" + words(""), seq=NONE),
 }
 
 

@@ -65,7 +65,7 @@ def build(name: str, folder: pathlib.Path) -> pathlib.Path:
     sources = [p for s in cbuild.directive(path, "sources") for p in sorted(ROOT.glob(s)) if p.name != "fuzz_main.c"]
     out = folder / name
     if not out.exists():
-        subprocess.run([CLANG, *FLAGS, "-o", str(out), str(path), *map(str, sources), "-pthread", "-ldl", "-lm"], check=True, cwd=ROOT)
+        subprocess.run([CLANG, *FLAGS, *cbuild.directive(path, "flags"), "-o", str(out), str(path), *map(str, sources), "-pthread", "-ldl", "-lm"], check=True, cwd=ROOT)
     return out
 
 

@@ -18,7 +18,7 @@ TARGETS.remove(FOLDER / "fuzz_main.c")
 RUNS = {target.stem.removeprefix("fuzz_"): (target, [target.stem.removeprefix("fuzz_")]) for target in TARGETS}
 RUNS["device"] = (FOLDER / "fuzz_session.c", ["session", "device"])
 # Mutants that a few seconds are good for, everywhere, and how many of those must be good inputs. A session makes files and maps them.
-FEWEST = {"session": (300, 30), "device": (200, 20)}
+FEWEST = {"session": (50, 5), "device": (20, 2)}
 
 
 @pytest.fixture(params=RUNS)
