@@ -350,6 +350,7 @@ def test_memory_waits_for_no_collection(script):
                     w.call(function, x)
                 except zcx.RemoteError:
                     pass
+                assert w.status()["kept"] == 0, function
                 del x
                 until(lambda: counts()["allocations"] == 0, function)
     """)
