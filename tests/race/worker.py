@@ -20,7 +20,7 @@ from comfy_zerocopy.array import Array  # noqa: E402
 from comfy_zerocopy.errors import InputModified  # noqa: E402
 from comfy_zerocopy.worker import empty, expose, progress  # noqa: E402
 
-_kept = []
+_kept, _heirs = [], []
 
 
 def _whole(x, at):
@@ -160,6 +160,21 @@ def family():
                 signal.pause()
         pids.append(pid)
     return [*pids, subprocess.Popen(["/bin/sleep", "1000"]).pid]
+
+
+@expose
+def descend(seconds):
+    """A child that holds all that this process holds, the driver's descriptors too, and outlives it a little."""
+    own = os.getpid()
+    if not _heirs:
+        pid = os.fork()
+        if not pid:
+            while os.getppid() == own:
+                time.sleep(0.002)
+            time.sleep(seconds)
+            os._exit(0)
+        _heirs.append(pid)
+    return own
 
 
 @expose
