@@ -139,12 +139,16 @@ def nap(seconds):
         time.sleep(0.001)
 
 
+def _stuck():
+    """In a call of C that holds the interpreter and that no signal ends."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # zeros: PTHREAD_MUTEX_INITIALIZER
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)
+
+
 @expose
-def deaf(seconds, marker=None):
-    """A long call of C that holds the interpreter: no Python of this process runs until it ends."""
-    if marker:
-        open(marker, "w").close()
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+def deaf():
+    _stuck()
 
 
 @expose
@@ -182,10 +186,9 @@ def buried(x, how, marker):
     """In a long call of C that holds the interpreter, with an input and a result in hand."""
     out = copy(x)
     open(marker, "w").close()
-    if how == "usleep":
-        ctypes.PyDLL(None).usleep(60_000_000)
-    else:
-        pow(3, 100_000_000)
+    if how == "lock":
+        _stuck()
+    pow(3, 100_000_000)
     return out
 
 
