@@ -156,11 +156,13 @@ class Pools(Verdicts):
 
     def _offer(self, parent: Any, ordinal: int, pool: Any, until: Until) -> str:
         z = zcx()
+        self.unfinished = True  # from before it is sent: a signal's handler may raise as soon as it was
         try:
             index, accepted = parent.offer(ordinal, pool)
         except z.Failure as failure:
             if parent.state == "broken":
                 raise
+            self.unfinished = False
             return f"it cannot be offered: {failure}"
         self._index[ordinal] = index
         if accepted is None:
@@ -171,23 +173,25 @@ class Pools(Verdicts):
                 self.pools[ordinal] = reason
                 _log.warning("comfy_zerocopy: worker %s shares no memory of cuda:%d's pool: %s", self.name, ordinal, reason)
             return reason if refused not in (0, z.POOL_REFUSED) else ""
+        self.unfinished = False
         return "" if accepted else "the worker refused it"
 
     def _check(self, parent: Any, ordinal: int, step: int, demoted: dict[int, str], until: Until, arena: Any = None) -> str:
         z = zcx()
         what = {z.PROVE_POOL: "sharing", z.PROVE_WINDOWS: "windows", z.PROVE_VMM: "the arena", z.PROVE_READ: "reading the arena", z.PROVE_WINDOW: "pinned memory"}[step]
         what = f"the start-up check of {what}"
+        self.unfinished = True  # as in _offer
         try:
             parent.prove(self._index[ordinal], step, arena)
         except z.Failure as failure:
             if parent.state == "broken":
                 raise
+            self.unfinished = False
             return f"{what} failed: {failure}"
         failed, reason = self._await("proved", SECONDS, what, ordinal, demoted, until)
         return f"{what} failed: {reason}" if failed else ""
 
     def _await(self, kind: str, seconds: float, what: str, ordinal: int, demoted: dict[int, str], until: Until) -> tuple[int, str]:
-        self.unfinished = True
         try:
             event = until(kind, time.monotonic() + seconds)
         except zcx().Failure as failure:
