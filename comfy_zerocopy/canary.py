@@ -62,7 +62,9 @@ class Verdicts:
             stuck.demoted.pop(stuck.ordinal, None)
 
     def status(self) -> dict[str, dict[int, str]]:
-        return {name: {k: v or "proved" for k, v in found.items()} for name, found in (("pools", self.pools), ("windows", self.windows), ("vmm", self.slabs), ("copies", self.copies))}
+        pools = {**self.pools, **{k: why for k, why in self.devices.items() if why}}
+        rungs = (("pools", pools), ("windows", self.windows), ("vmm", self.slabs), ("copies", self.copies))
+        return {name: {k: v or "proved" for k, v in found.items()} for name, found in rungs}
 
 
 class Pools(Verdicts):
