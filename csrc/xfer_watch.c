@@ -74,6 +74,7 @@ static void *run(void *arg) {
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) end_session();
         if (zcx_header_decode(packet, (size_t)n, &h, NULL) || h.type != ZCX_CANCEL) continue;
+        if (h.seq <= atomic_load(&w->answered)) continue; /* it is over: the signal would cut short a sleep of the next call's */
         atomic_store(&w->cancelled, h.seq);
         pthread_kill(w->told, w->signal_number);
         again = AGAIN_TIMES;

@@ -431,3 +431,30 @@ def test_a_library_that_another_thread_is_importing_is_not_there_yet(run):
         second.join()
         assert found and tensor.loaded("numpy") is sys.modules["numpy"]
     """)
+
+
+def test_a_cancel_that_comes_too_late_interrupts_nothing_of_the_next_call(tmp_path):
+    """Its signal cut short whatever C code the next call slept in."""
+    (tmp_path / "sleeper.py").write_text("""
+import ctypes, time
+from comfy_zerocopy.worker import expose
+
+@expose
+def nothing():
+    pass
+
+@expose
+def sleep(seconds, marker):
+    begun = time.monotonic()
+    open(marker, "w").close()
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    return time.monotonic() - begun
+""")
+    with zcx.Worker(tmp_path / "sleeper.py", timeout=40) as w:
+        w.call("nothing")
+        over = w.status()["calls"]
+        future = w.submit("sleep", 0.3, str(tmp_path / "sleeps"))
+        until((tmp_path / "sleeps").exists, "it sleeps")
+        w._session.parent.cancel(over)
+        assert future.result(30) >= 0.3
+        assert w.call("nothing") is None
