@@ -355,6 +355,9 @@ def shareable_pool(ordinal: int) -> Any:
 
 def arena_for(ordinal: int) -> Any:
     """The device's arena (`_zcx.Arena`), one for the process, whatever the mode; None where there can be none. Opens the driver."""
+    from . import tensor
+
+    tensor.watch_captures()
     with _here.lock:
         if ordinal not in _here.arenas:
             zcx = _native.zcx()

@@ -8,6 +8,7 @@ tensor arrives that can only be one). numpy likewise. Does not: know sessions or
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import weakref
 from typing import Any, NamedTuple
@@ -332,6 +333,33 @@ def device_memory(ordinal: int, nbytes: int) -> DeviceMemory | ArenaMemory:
         if error.cuda == 2:
             raise MemoryError(str(error)) from None
         raise
+
+
+def watch_captures() -> None:
+    """Let the core know when torch captures a graph: until that is over it asks nothing of the context as a whole, which would end the
+    capture (csrc/driver.h). Once per process; nothing is touched where torch is not loaded."""
+    torch = loaded("torch")
+    graph = getattr(getattr(torch, "cuda", None), "CUDAGraph", None)
+    if graph is None or hasattr(graph.capture_begin, "comfy_zerocopy"):
+        return
+    begin, end = graph.capture_begin, graph.capture_end
+
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        zcx().capture_begins()
+        try:
+            return begin(self, *args, **kwargs)
+        except BaseException:
+            zcx().capture_ended()
+            raise
+
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return end(self, *args, **kwargs)
+        finally:
+            zcx().capture_ended()
+
+    capture_begin.comfy_zerocopy = True  # type: ignore[attr-defined]
+    graph.capture_begin, graph.capture_end = functools.wraps(begin)(capture_begin), functools.wraps(end)(capture_end)
 
 
 def own_memory(ordinal: int, nbytes: int) -> Memory:

@@ -274,6 +274,7 @@ class _Worker:
 
     def _memory(self, number: int, opened: Any) -> tensor.Memory:
         """Of an input: the parent's, mapped here, or this process's own, into which copies are queued."""
+        tensor.watch_captures()
         if not isinstance(opened, tuple):
             if opened.private:
                 self.private[number] = []

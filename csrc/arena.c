@@ -4,8 +4,8 @@
  *   - What the driver may still be using is told by one event of the whole context, not of a stream: whoever used a block, on
  *     whatever stream, is covered. Each such event covers all that the one before it did, so that what was put forms one queue,
  *     and a block whose event could not be recorded comes free with the next one behind it.
- *   - cuCtxRecordEvent is refused while a stream of the context is being captured: then the block waits without. cuda.h says that
- *     the capture is invalidated by it; whether a thread in relaxed mode is spared that, it does not say.
+ *   - cuCtxRecordEvent is refused while a thread captures a graph, and ends that capture: while one is known (driver.h), the block
+ *     waits without an event.
  *   - Memory returns to the device only when every mapping and every handle of it is gone, in the importers too.
  *   - A call that gives something back can fail; what it was to give back is remembered, and tried again with the next trim. */
 #include "arena.h"
@@ -418,7 +418,7 @@ static void record(struct zcx_arena *a, const struct zcx_driver *d, struct zcx_b
         if (a->made == EVENTS || d->EventCreate(&event, ZCU_EVENT_DISABLE_TIMING)) return;
         a->made++;
     }
-    if (d->CtxRecordEvent(a->context, event)) a->events[a->nevents++] = event;
+    if (zcx_driver_record_context(d, a->context, event)) a->events[a->nevents++] = event;
     else b->event = event;
 }
 
@@ -487,7 +487,7 @@ static int synchronize(struct zcx_arena *a, const struct zcx_driver *d, struct z
     int rc;
 
     pthread_mutex_unlock(&a->lock);
-    rc = zcx_cu(err, "cuCtxSynchronize", d->CtxSynchronize());
+    rc = zcx_cu(err, "cuCtxSynchronize", zcx_driver_synchronize_context(d));
     pthread_mutex_lock(&a->lock);
     if (!rc) release_until(a, ticket);
     return rc;

@@ -300,3 +300,35 @@ int zcx_driver_capturing(const struct zcx_driver *d, int ordinal, zcu_stream str
     zcx_scope_close(&s);
     return rc ? rc : status != ZCU_STREAM_CAPTURE_STATUS_NONE;
 }
+
+/* ---- captures that are known ---- */
+
+static pthread_mutex_t captures_lock = PTHREAD_MUTEX_INITIALIZER;
+static unsigned captures;
+
+/* The lock is held over the recording, so that no capture begins in its midst. */
+void zcx_driver_capture_begins(void) {
+    pthread_mutex_lock(&captures_lock);
+    captures++;
+    pthread_mutex_unlock(&captures_lock);
+}
+
+void zcx_driver_capture_ended(void) {
+    pthread_mutex_lock(&captures_lock);
+    if (captures) captures--;
+    pthread_mutex_unlock(&captures_lock);
+}
+
+zcu_result zcx_driver_record_context(const struct zcx_driver *d, zcu_ctx context, zcu_event event) {
+    pthread_mutex_lock(&captures_lock);
+    zcu_result r = captures ? ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED : d->CtxRecordEvent(context, event);
+    pthread_mutex_unlock(&captures_lock);
+    return r;
+}
+
+zcu_result zcx_driver_synchronize_context(const struct zcx_driver *d) {
+    pthread_mutex_lock(&captures_lock);
+    unsigned known = captures;
+    pthread_mutex_unlock(&captures_lock);
+    return known ? ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED : d->CtxSynchronize();
+}

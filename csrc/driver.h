@@ -147,6 +147,15 @@ struct zcx_ptr_info {
 /* Needs no current context. A pointer that the driver does not know is no error of its own: type 0, and all else 0. */
 int zcx_driver_ptr_info(const struct zcx_driver *d, zcu_ptr p, struct zcx_ptr_info *out, struct zcx_err *err);
 
+/* What concerns the whole context (cuCtxRecordEvent, cuCtxSynchronize) is refused while any thread of this process captures a graph, and takes
+ * that capture with it, in relaxed mode too (driver 580.159.04, research/pool-ipc/probe_graph_capture.py). The driver does not tell whether one is
+ * under way, so who knows says it: comfy_zerocopy/tensor.py for torch's. A capture that nobody told of is still at risk. */
+void zcx_driver_capture_begins(void); /* before it does; nests */
+void zcx_driver_capture_ended(void);
+/* Both answer ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, and do nothing, while a capture is known. The context is current. */
+zcu_result zcx_driver_record_context(const struct zcx_driver *d, zcu_ctx context, zcu_event event);
+zcu_result zcx_driver_synchronize_context(const struct zcx_driver *d);
+
 /* 1 while `stream` is being captured, 0 if not, negative on failure. */
 int zcx_driver_capturing(const struct zcx_driver *d, int ordinal, zcu_stream stream, struct zcx_err *err);
 

@@ -367,6 +367,24 @@ static PyObject *synchronize(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *capture_begins(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    Py_BEGIN_ALLOW_THREADS
+    zcx_driver_capture_begins();
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *capture_ended(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    Py_BEGIN_ALLOW_THREADS
+    zcx_driver_capture_ended();
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *copy(PyObject *module, PyObject *args) {
     (void)module;
     unsigned long long to, from, nbytes;
@@ -455,6 +473,8 @@ static PyMethodDef functions[] = {
     {"device_copy", device_copy, METH_VARARGS,
      "device_copy(ordinal, stream, kind, to, from, nbytes): asynchronous; kind 'h' to the device, 'd' from it, 'x' within it,\n's' sets every byte to `from`"},
     {"synchronize", synchronize, METH_VARARGS, "synchronize(ordinal, stream): wait on the CPU; of a parent's only where somebody asks for bytes (tobytes, an upload), never in a call"},
+    {"capture_begins", capture_begins, METH_NOARGS, "capture_begins(): a graph is about to be captured in this process; nests"},
+    {"capture_ended", capture_ended, METH_NOARGS, "capture_ended(): one that capture_begins() told of is over"},
     {"copy", copy, METH_VARARGS, "copy(to, from, nbytes): host memory, by address, without the GIL"},
     {"dlpack", dlpack, METH_VARARGS,
      "dlpack(owner, address, device_type, device_id, code, bits, shape, strides) -> capsule 'dltensor'\n\nstrides in elements; owner lives until the consumer lets go"},

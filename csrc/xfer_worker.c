@@ -179,9 +179,15 @@ int zcx_device_join(const struct zcx_driver *driver, struct device *d, struct zc
     zcu_ctx context;
     int r = zcx_cu(err, "cuCtxGetCurrent", driver->CtxGetCurrent(&context));
     if (r) return r;
-    /* cuCtxRecordEvent came with CUDA 12.5; before it, this process waits on the CPU: its own work only, nobody else's. */
-    if (!driver->CtxRecordEvent) return zcx_cu(err, "cuCtxSynchronize", driver->CtxSynchronize());
-    r = zcx_cu(err, "cuCtxRecordEvent", driver->CtxRecordEvent(context, d->work));
+    /* cuCtxRecordEvent came with CUDA 12.5; before it, this process waits on the CPU: its own work only, nobody else's. While a thread of this
+     * process captures a graph, neither can be had, and the call's end waits for that. */
+    struct timespec pause = {.tv_nsec = 1000000};
+    zcu_result q;
+    while ((q = driver->CtxRecordEvent ? zcx_driver_record_context(driver, context, d->work) : zcx_driver_synchronize_context(driver)) ==
+           ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        nanosleep(&pause, NULL);
+    if (!driver->CtxRecordEvent) return zcx_cu(err, "cuCtxSynchronize", q);
+    r = zcx_cu(err, "cuCtxRecordEvent", q);
     if (!r) r = zcx_cu(err, "cuStreamWaitEvent", driver->StreamWaitEvent(d->gate_stream, d->work, 0));
     return r;
 }

@@ -4,7 +4,7 @@
 1. Inside a capture: an allocation from an IPC pool is refused; from the default pool it is captured; changing the current pool
    during a capture invalidates it; default pool put back before and ours after works.
 2. In another thread while one captures in global mode (torch's default): which calls are refused *and* break that capture, and
-   that bracketing them with cuThreadExchangeStreamCaptureMode(RELAXED) saves both.
+   that bracketing them with cuThreadExchangeStreamCaptureMode(RELAXED) saves both; but not from what concerns the whole context.
 Each case runs in a fresh helper process, because a broken capture is hard to leave. Needs 16 MiB and one context at a time."""
 
 from __future__ import annotations
@@ -65,9 +65,14 @@ class Capturer(Role):
             "cuMemAllocFromPoolAsync": lambda: cu.code("cuMemAllocFromPoolAsync", ctypes.byref(out), 4096, ours, side),
             "cuMemHostRegister": lambda: cu.code("cuMemHostRegister", base, 4096, 3),
             "cuStreamQuery": lambda: cu.code("cuStreamQuery", side),
+            "cuCtxRecordEvent": lambda: cu.code("cuCtxRecordEvent", context, event),
+            "cuCtxSynchronize": lambda: cu.code("cuCtxSynchronize"),
             "cuMemGetInfo": lambda: cu.code("cuMemGetInfo", ctypes.byref(free), ctypes.byref(total)),
             "cuStreamWriteValue64": lambda: cu.code("cuStreamWriteValue64", side, word.value, 1, 0),
         }
+        context, event = ctypes.c_void_p(), ctypes.c_void_p()
+        cu("cuCtxGetCurrent", ctypes.byref(context))
+        cu("cuEventCreate", ctypes.byref(event), 2)
         capturing, called, result = threading.Event(), threading.Event(), {}
 
         def capture() -> None:
@@ -123,16 +128,17 @@ def experiment(report: Report) -> None:
         "cuMemHostRegister",
         "cuStreamQuery",
     )
+    whole = tuple(call for call in ("cuCtxRecordEvent", "cuCtxSynchronize") if cu.has(call))  # the first came with CUDA 12.5
     harmless = ("nothing", "cuMemGetInfo", "cuStreamWriteValue64")
-    for call in harmless + breaking:
-        for relaxed in (False, True) if call in breaking else (False,):
+    for call in harmless + breaking + whole:
+        for relaxed in (False,) if call in harmless else (False, True):
             with Child("capturer") as child:
                 a = child.ask("elsewhere", call=call, relaxed=relaxed)
             lives = not a["alloc"] and not a["end"] and not a["code"]
             breaks = a["code"] == CAPTURE_UNSUPPORTED and bool(a["alloc"] or a["end"])
             report.step(
                 f"in another thread: {call}{', relaxed' if relaxed else ''}",
-                breaks if call in breaking and not relaxed else lives,
+                breaks if call in whole or (call in breaking and not relaxed) else lives,
                 f"-> {name(a['code'])}; that capture then: alloc {name(a['alloc'])}, end {name(a['end'])}",
                 **a,
             )
@@ -145,5 +151,6 @@ if __name__ == "__main__":
         experiment,
         {"capturer": Capturer},
         deadline=100,
-        verdict="IPC pools refuse allocation in a capture, and pool calls of another thread break one unless bracketed as RELAXED",
+        verdict="IPC pools refuse allocation in a capture, and pool calls of another thread break one unless bracketed as RELAXED; "
+        "what concerns the whole context breaks one all the same",
     )

@@ -1152,7 +1152,7 @@ static void *capture_on_a_thread(void *arg) {
     return NULL;
 }
 
-static struct { zcu_pool pool, standard; zcu_ptr p, counters; void *host; } capture_with;
+static struct { zcu_pool pool, standard; zcu_ptr p, counters; void *host; zcu_event event; } capture_with;
 
 static int call_set_pool(void) { return d->DeviceSetMemPool(0, capture_with.standard); }
 static int call_export(void) { return d->MemPoolExportPointer(&(zcu_pool_blob){{0}}, capture_with.p); }
@@ -1164,6 +1164,13 @@ static int call_register(void) {
 }
 static int call_info(void) { return d->MemGetInfo(&(size_t){0}, &(size_t){0}); }
 static int call_post(void) { return d->StreamWriteValue64(st, capture_with.counters, 1, ZCU_STREAM_WRITE_VALUE_DEFAULT); }
+
+static int call_record_context(void) {
+    zcu_ctx context;
+    OK(d->CtxGetCurrent(&context));
+    return d->CtxRecordEvent ? d->CtxRecordEvent(context, capture_with.event) : d->CtxSynchronize();
+}
+static int call_synchronize_context(void) { return d->CtxSynchronize(); }
 
 /* What a call gives while another thread captures, and what becomes of that capture. */
 static void during_a_capture(int (*call)(void), int relaxed, int gives, int ends) {
@@ -1189,6 +1196,7 @@ static void during_a_capture(int (*call)(void), int relaxed, int gives, int ends
 CASE(calls_during_another_threads_capture) {
     int (*const unsafe[])(void) = {call_set_pool, call_export, call_alloc, call_query, call_register};
     int (*const safe[])(void) = {call_info, call_post};
+    int (*const whole[])(void) = {call_record_context, call_synchronize_context};
     open_gpu();
     capture_with.pool = new_pool();
     OK(d->DeviceGetMemPool(&capture_with.standard, 0));
@@ -1196,11 +1204,15 @@ CASE(calls_during_another_threads_capture) {
     capture_with.p = filled(capture_with.pool, MIB, 1);
     capture_with.counters = page_register(page_new());
     capture_with.host = page_new();
+    OK(d->EventCreate(&capture_with.event, ZCU_EVENT_DISABLE_TIMING));
     for (size_t i = 0; i < sizeof unsafe / sizeof *unsafe; i++) {
         during_a_capture(unsafe[i], 0, ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, ZCU_ERROR_STREAM_CAPTURE_INVALIDATED);
         during_a_capture(unsafe[i], 1, ZCU_SUCCESS, ZCU_SUCCESS);
     }
     for (size_t i = 0; i < sizeof safe / sizeof *safe; i++) during_a_capture(safe[i], 0, ZCU_SUCCESS, ZCU_SUCCESS);
+    for (size_t i = 0; i < sizeof whole / sizeof *whole; i++)
+        for (int relaxed = 0; relaxed < 2; relaxed++)
+            during_a_capture(whole[i], relaxed, ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, ZCU_ERROR_STREAM_CAPTURE_INVALIDATED);
 }
 
 CASE(an_exportable_pool_refuses_to_be_captured) {

@@ -20,6 +20,12 @@ bool sim_capture_forbids(void) {
     return forbidden;
 }
 
+/* What concerns the whole context: refused whatever the mode of either thread, and no capture survives it. */
+bool sim_capture_forbids_context(void) {
+    for (struct capture *c = sim.captures; c; c = c->next) c->invalid = true;
+    return sim.captures != NULL;
+}
+
 int sim_capture_op(struct stream *s) {
     if (!s->capture) return 0;
     return s->capture->invalid ? -ZCU_ERROR_STREAM_CAPTURE_INVALIDATED : 1;

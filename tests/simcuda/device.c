@@ -310,8 +310,9 @@ CALL(CtxGetDevice, 2000, zcu_device *device) {
 }
 
 CALL(CtxSynchronize, 2000, void) {
-    ENTER_UNSAFE(CtxSynchronize);
+    ENTER(CtxSynchronize);
     if (!sim_current()) return ZCU_ERROR_INVALID_CONTEXT;
+    if (sim_capture_forbids_context()) return ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     zcu_result r = sim_wait_ctx(sim_current());
     if (!r) sim_pools_release();
     return r;

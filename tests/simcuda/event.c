@@ -104,6 +104,7 @@ CALL(CtxRecordEvent, 12050, zcu_ctx ctx, zcu_event event) {
     struct ctx *c = ctx ? (struct ctx *)(void *)ctx : sim_current();
     if (!e || e->slot >= 0) return ZCU_ERROR_INVALID_HANDLE;
     if (!c) return ZCU_ERROR_INVALID_CONTEXT;
+    if (sim_capture_forbids_context()) return ZCU_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     struct marker *m = sim_marker_new(0);
     if (!m) return ZCU_ERROR_OUT_OF_MEMORY;
     sim_marker_unref(e->marker);

@@ -27,6 +27,7 @@ int hb_slot_take(void) {
     if (found >= 0) {
         session->clocks[found].taken = true;
         session->clocks[found].owner = sim_self();
+        session->held[found] = 0;
         memset(&session->work[found], 0, offsetof(struct stream_work, ring));
     }
     sim_session_unlock();

@@ -60,8 +60,8 @@ struct work {
     int64_t until;
 };
 struct stream_work {
-    uint32_t first, count;
     struct clock clock;      /* of what was executed, and what the host knew at the last submission */
+    uint32_t first;
     struct work ring[SESSION_WORK];
 };
 
@@ -79,6 +79,7 @@ struct session {
     struct shadow_counter counters[SESSION_COUNTERS];
     uint32_t counters_used, shadows_used;
     struct shadow shadows[SESSION_SHADOWS];
+    uint32_t held[SIM_SLOTS];           /* operations in each of these rings: all processes look here often */
     struct stream_work work[SIM_SLOTS]; /* by the stream's clock */
 };
 extern struct session *session;

@@ -353,6 +353,7 @@ struct capture {
     bool invalid;
 };
 bool sim_capture_forbids(void);
+bool sim_capture_forbids_context(void);
 /* A stream operation: 0: not capturing, execute it; 1: recorded, return success; else an error code, negated. */
 int sim_capture_op(struct stream *s);
 

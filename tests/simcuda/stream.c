@@ -116,7 +116,7 @@ void sim_set_fault(int code, const char *why, zcu_ptr at) {
     /* What is queued will never run: not after this process's death either. */
     sim_session_lock();
     for (const struct stream *s = sim.streams; s; s = s->next)
-        if (s->slot >= 0) session->work[s->slot].count = 0;
+        if (s->slot >= 0) session->held[s->slot] = 0;
     sim_session_unlock();
     pthread_cond_broadcast(&sim.progress);
 }

@@ -61,24 +61,25 @@ void work_queued(const struct stream *s, const struct op *op) {
     if (s->slot < 0 || !sim_session_shared()) return;
     sim_session_lock();
     struct stream_work *q = &session->work[s->slot];
-    if (q->count < SESSION_WORK) {
-        describe(&q->ring[(q->first + q->count) % SESSION_WORK], op);
-        q->count++;
+    uint32_t *held = &session->held[s->slot];
+    if (*held < SESSION_WORK) {
+        describe(&q->ring[(q->first + *held) % SESSION_WORK], op);
+        ++*held;
         hb_join(&q->clock, &op->clock);
     }
     sim_session_unlock();
 }
 
-static void drop_first(struct stream_work *q) {
-    q->count--;
-    q->first = q->count ? (q->first + 1) % SESSION_WORK : 0;
+static void drop_first(int slot) {
+    struct stream_work *q = &session->work[slot];
+    q->first = --session->held[slot] ? (q->first + 1) % SESSION_WORK : 0;
 }
 
 void work_executed(const struct stream *s, uint64_t number) {
     if (s->slot < 0 || !sim_session_shared()) return;
     sim_session_lock();
     struct stream_work *q = &session->work[s->slot];
-    while (q->count && q->ring[q->first].number <= number) drop_first(q);
+    while (session->held[s->slot] && q->ring[q->first].number <= number) drop_first(s->slot);
     hb_join(&q->clock, &s->clock); /* with what a wait brought */
     sim_session_unlock();
 }
@@ -153,11 +154,11 @@ static bool take(int slot, struct stream *as, struct work *out) {
     bool taken = false;
     sim_session_lock();
     struct process_id owner = session->clocks[slot].owner;
-    bool over = q->count && reaped(owner);
-    if (over && sim_gone(owner)) q->count = 0; /* what nothing keeps going */
-    if (over && q->count && can_do(&q->ring[q->first])) {
+    bool over = session->held[slot] && reaped(owner);
+    if (over && sim_gone(owner)) session->held[slot] = 0; /* what nothing keeps going */
+    if (over && session->held[slot] && can_do(&q->ring[q->first])) {
         *out = q->ring[q->first];
-        drop_first(q);
+        drop_first(slot);
         as->slot = slot;
         as->clock = q->clock;
         as->clock.at[slot] = ++session->clocks[slot].tick;
@@ -172,7 +173,7 @@ void work_of_the_dead(void) {
     static struct stream as; /* for the clock; under sim.lock */
     static struct work w;
     for (int slot = 0; slot < SIM_SLOTS; slot++) {
-        if (!__atomic_load_n(&session->work[slot].count, __ATOMIC_RELAXED) || !take(slot, &as, &w)) continue;
+        if (!__atomic_load_n(&session->held[slot], __ATOMIC_RELAXED) || !take(slot, &as, &w)) continue;
         perform(&as, &w);
         sim_session_lock();
         hb_join(&session->work[slot].clock, &as.clock);
