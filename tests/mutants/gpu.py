@@ -71,6 +71,10 @@ def synchronize(on: int = 0) -> None:
     ok(lib.cuStreamSynchronize(ctypes.c_void_p(on)))
 
 
+def synchronize_all() -> None:
+    ok(lib.cuCtxSynchronize())
+
+
 def count(what: str) -> int:
     return lib.simcuda_count(what.encode())
 

@@ -42,7 +42,7 @@ MUTANTS = (
          "    struct zcx_scope other;\n    zcu_stream own = r ? NULL : g->stream;\n    if (!r) r = zcx_scope_open(&other, g->ordinal, err);\n"
          "    if (!r) {\n        r = zcx_cu(err, \"cuStreamCreate\", other.d->StreamCreate(&g->stream, ZCU_STREAM_NON_BLOCKING));\n"
          "        if (!r) r = zcx_call_gate_ready(p, g, err);\n        g->stream = own;\n        zcx_scope_close(&other);\n    }\n"),),
-           "give_back", ("race",), "give_back"),
+           "give_back", ("race",), "fresh"),
     Mutant("done-not-awaited", "a call returns when RESULT has come", (_DONE_SEEN,), "done", ("race", "bytes"), "done_written", "done"),
     Mutant("error-without-done", "a call that failed returns when ERROR has come", (
         (_C, _OUTCOME, "        if (!r && h->type == ZCX_ERROR) {\n            p->state = ZCX_RETURNED;\n            return 0;\n        }\n" + _OUTCOME),),

@@ -237,6 +237,15 @@ def give_back(scene: Scene) -> None:
         check(gpu.count("allocations") == len(scene.held), "invariant", "nothing but the scene's own is left")
 
 
+def fresh(scene: Scene) -> None:
+    """A result in memory of which no free is under way."""
+    scene.warm()
+    gpu.synchronize_all()
+    got = scene.w.call("filled", N, 4)
+    scene.held.append(got)
+    same(got, 4, "a result")
+
+
 def free_late(scene: Scene) -> None:
     """A free comes behind the work that was queued before it."""
     scene.warm()
