@@ -55,8 +55,7 @@ MUTANTS = (
         (_C, "    if (!r) r = unmap_marked(w, index, 0, err);\n", _POST_DONE + "    if (!r) r = unmap_marked(w, index, 0, err);\n")),
            "give_back", ("race",), "give_back"),
     Mutant("one-stream-joined", "un-import and DONE wait for one stream, not for the context", (
-        (_C, "    r = zcx_cu(err, \"cuCtxRecordEvent\", driver->CtxRecordEvent(context, d->work));\n",
-         "    r = zcx_cu(err, \"cuEventRecord\", driver->EventRecord(d->work, NULL));\n"),),
+        (_C, "zcx_driver_record_context(driver, context, d->work)", "driver->EventRecord(d->work, NULL)"),),
            "side", ("race", "fault", "bytes"), "side_written", "side"),
     Mutant("unimport-on-another-stream", "the worker un-imports on another stream than the one that posts DONE", (
         (_C, "    return zcx_pool_unmap(d->pool, i->wire.key, d->gate_stream, NULL, err);\n",
