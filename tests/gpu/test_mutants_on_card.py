@@ -25,7 +25,10 @@ CARD = [m for m in mutants.MUTANTS if m.card]
 
 def scene(folder, edits, names):
     """{scenario: what was wrong, or None}; of a process that did not get there, what it said."""
-    mutate.package(folder, edits)
+    try:
+        mutate.package(folder, edits)
+    except (mutate.Rotten, subprocess.CalledProcessError) as error:
+        return {"": str(error)}
     env = {k: v for k, v in os.environ.items() if not k.startswith(("COMFY_ZEROCOPY", "ZCX_", "PYTHON"))}
     env.update(XDG_CACHE_HOME=str(folder / "cache"), PYTHONDONTWRITEBYTECODE="1")
     try:
