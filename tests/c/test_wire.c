@@ -136,6 +136,10 @@ static void header(void) {
         {{ZCX_GATE_EVENT, 0, 0, 70, 0, 0}, "5a 43 58 31 16 00 00 00 00 00 00 00 46 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00", 70},
         {{ZCX_PROVE, 0, 0, 172, 0, 0}, "5a 43 58 31 17 00 00 00 00 00 00 00 ac 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00", 172},
         {{ZCX_PROVED, 0, 0, 10, 0, 0}, "5a 43 58 31 18 00 00 00 00 00 00 00 0a 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00", 10},
+        {{ZCX_DEVICE, 0, 0, 18, 0, 0}, "5a 43 58 31 19 00 00 00 00 00 00 00 12 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00", 18},
+        {{ZCX_SLAB, 0, 1, 28, 0, 7}, "5a 43 58 31 1a 00 00 00 01 00 00 00 1c 00 00 00 00 00 00 00 00 00 00 00 07 00 00 00 00 00 00 00", 28},
+        {{ZCX_SLAB_TAKEN, 0, 0, 0, 0, 7}, "5a 43 58 31 1b 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 07 00 00 00 00 00 00 00", 0},
+        {{ZCX_SLAB_DROP, 0, 0, 0, 0, 7}, "5a 43 58 31 1c 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 07 00 00 00 00 00 00 00", 0},
     };
     struct zcx_err err;
     CHECK(sizeof rows / sizeof *rows == ZCX_TYPE_END - 1, "a row for each type");
@@ -235,7 +239,8 @@ static void pool_reply(void) {
     free(exact);
     struct zcx_pool_reply unseen;
     CHECK(zcx_pool_reply_decode((const unsigned char *)"\1\0\2\0\0\0", 6, &unseen, &err) == 0 && unseen.refused == ZCX_POOL_UNSEEN);
-    REFUSED(pool_reply, struct zcx_pool_reply, "01 00 03 00 00 00");
+    CHECK(zcx_pool_reply_decode((const unsigned char *)"\1\0\3\0\0\0", 6, &unseen, &err) == 0 && unseen.refused == ZCX_POOL_NO_DEVICE);
+    REFUSED(pool_reply, struct zcx_pool_reply, "01 00 04 00 00 00");
 }
 
 static void gate_event(void) {
@@ -285,6 +290,31 @@ static void segment(void) {
     free(exact);
 }
 
+static void slab_msg(void) {
+    struct zcx_slab_msg m = {.pool = 0x0102, .flags = ZCX_SLAB_WRITABLE | ZCX_SLAB_ANSWER, .piece = 0x0a0b0c0d, .npieces = 0x0a0b0c0e,
+                             .piece_bytes = 0x0000000000200000, .bytes = 0x1122334455667788};
+    GOLDEN(slab_msg, struct zcx_slab_msg, m,
+           "02 01 05 00 0d 0c 0b 0a 0e 0c 0b 0a 00 00 20 00 00 00 00 00 88 77 66 55 44 33 22 11", 0, 0);
+    CHECK(back.pool == 0x0102 && back.flags == 5 && back.piece == 0x0a0b0c0d && back.npieces == 0x0a0b0c0e, "fields");
+    CHECK(back.piece_bytes == 0x200000 && back.bytes == 0x1122334455667788, "sizes");
+    free(exact);
+#define SLAB(flags, piece, npieces, piece_bytes, bytes) "00 00" flags "00" piece npieces piece_bytes bytes
+#define N(x) x " 00 00 00"
+#define MIB(x) "00 00 " x " 00 00 00 00 00"
+    struct zcx_slab_msg stays;
+    unsigned char ok[28];
+    size_t n = hex(SLAB("02", N("00"), N("01"), MIB("20"), MIB("20")), ok, sizeof ok);
+    CHECK(zcx_slab_msg_decode(ok, n, &stays, &err) == 0 && stays.flags == ZCX_SLAB_STAYS && stays.piece_bytes == stays.bytes, "one piece");
+    REFUSED(slab_msg, struct zcx_slab_msg, SLAB("08", N("00"), N("01"), MIB("20"), MIB("20"))); /* an unknown flag */
+    REFUSED(slab_msg, struct zcx_slab_msg, SLAB("00", N("01"), N("01"), MIB("20"), MIB("20"))); /* one piece too many */
+    REFUSED(slab_msg, struct zcx_slab_msg, SLAB("00", N("00"), N("00"), MIB("20"), MIB("20"))); /* of none */
+    REFUSED(slab_msg, struct zcx_slab_msg, SLAB("00", N("00"), N("01"), MIB("00"), MIB("20"))); /* an empty piece */
+    REFUSED(slab_msg, struct zcx_slab_msg, SLAB("00", N("00"), N("01"), MIB("40"), MIB("20"))); /* larger than the whole */
+#undef SLAB
+#undef N
+#undef MIB
+}
+
 static void call_msg(void) {
     unsigned char gates[2 * ZCX_GATE_REF_BYTES], buffers[ZCX_BUFFER_BYTES];
     struct zcx_buffer b = buffer(), b2;
@@ -321,8 +351,10 @@ static void alloc(void) {
     CHECK(!memcmp(back.uuid, uuid, 16) && text_is(back.dtype, "float32"), "fields");
     CHECK(zcx_alloc_dim(&back, 0) == 2 && zcx_alloc_dim(&back, 1) == 256, "shape");
     free(exact);
+    golden[0] = 2; /* may come through a window */
+    CHECK(zcx_alloc_decode(golden, golden_n, &back, &err) == 0 && back.place == 2, "place 2");
 #define ONE "01 00 00 00 00 00 00 00"
-    REFUSED(alloc, struct zcx_alloc, ALLOC_HEAD("02 00", "01 00", "04 00 00 00", "04 00 00 00 00 00 00 00") ONE); /* place */
+    REFUSED(alloc, struct zcx_alloc, ALLOC_HEAD("03 00", "01 00", "04 00 00 00", "04 00 00 00 00 00 00 00") ONE); /* place */
     REFUSED(alloc, struct zcx_alloc, ALLOC_HEAD("00 00", "01 00", "00 00 00 00", "00 00 00 00 00 00 00 00") ONE); /* itemsize */
     REFUSED(alloc, struct zcx_alloc, ALLOC_HEAD("00 00", "01 00", "11 00 00 00", "11 00 00 00 00 00 00 00") ONE);
     REFUSED(alloc, struct zcx_alloc, ALLOC_HEAD("00 00", "01 00", "04 00 00 00", "03 00 00 00 00 00 00 00") ONE); /* other size */
@@ -471,7 +503,10 @@ static void fixed_parts(void) {
     } while (0)
     FORGED(rung, 0, -ZCX_E_PROTOCOL);
     FORGED(rung, ZCX_RUNG_HOST + 1, -ZCX_E_PROTOCOL);
-    FORGED(flags, 2, -ZCX_E_PROTOCOL);
+    FORGED(flags, 0, 0);
+    FORGED(flags, ZCX_BUFFER_PRIVATE, 0);
+    FORGED(flags, ZCX_BUFFER_RESULT | ZCX_BUFFER_PRIVATE, -ZCX_E_PROTOCOL);
+    FORGED(flags, 4, -ZCX_E_PROTOCOL);
     FORGED(offset, UINT64_MAX, -ZCX_E_PROTOCOL);
     FORGED(nbytes, UINT64_MAX - 511, -ZCX_E_PROTOCOL); /* + 512: 2^64 */
     FORGED(nbytes, UINT64_MAX, -ZCX_E_PROTOCOL);
@@ -486,6 +521,43 @@ static void fixed_parts(void) {
     b.alloc_bytes = 0;
     zcx_buffer_encode(&b, out);
     CHECK(zcx_buffer_decode(out, &back, &err) == 0, "host: %s", err.text);
+    b.rung = ZCX_RUNG_STAGED; /* the offset is the window's, and says nothing about the bytes */
+    zcx_buffer_encode(&b, out);
+    CHECK(zcx_buffer_decode(out, &back, &err) == 0, "staged: %s", err.text);
+    b.rung = ZCX_RUNG_VMM;
+    zcx_buffer_encode(&b, out);
+    CHECK(zcx_buffer_decode(out, &back, &err) == -ZCX_E_PROTOCOL, "vmm: beyond its slab");
+    b.alloc_bytes = b.offset + b.nbytes;
+    zcx_buffer_encode(&b, out);
+    CHECK(zcx_buffer_decode(out, &back, &err) == 0, "vmm, to the end of its slab: %s", err.text);
+}
+
+static void ring_ref(void) {
+    static const char digits[] = "02 00 00 00 3f 00 00 00 0d 0c 0b 0a 00 00 00 00"
+                                 "88 77 66 55 44 33 22 11 00 00 00 00 01 00 00 80"
+                                 "00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00";
+    struct zcx_ring_ref r = {.carrier = ZCX_CARRIER_SEGMENT, .filled_slot = 0x3f, .emptied_slot = 0x0a0b0c0d, .filled = 0x1122334455667788,
+                             .emptied = 0x8000000100000000}, back;
+    unsigned char golden[64], out[64];
+    struct zcx_err err;
+    CHECK(hex(digits, golden, sizeof golden) == 64, "size of a blob");
+    memset(out, 0xff, sizeof out);
+    zcx_ring_ref_encode(&r, out);
+    same("ring", out, sizeof out, golden, sizeof golden);
+    CHECK(zcx_ring_ref_decode(golden, &back, &err) == 0, "%s", err.text);
+    CHECK(back.carrier == 2 && back.filled_slot == 0x3f && back.emptied_slot == 0x0a0b0c0d && back.filled == r.filled && back.emptied == r.emptied, "fields");
+    for (size_t i = 0; i < 64; i++) {
+        int reserved = (i >= 2 && i < 4) || (i >= 12 && i < 16) || i >= 32, carrier = i < 2;
+        golden[i] ^= 0x80;
+        CHECK(zcx_ring_ref_decode(golden, &back, &err) == (reserved || carrier ? -ZCX_E_PROTOCOL : 0), "ring, byte %zu", i);
+        golden[i] ^= 0x80;
+    }
+    golden[0] = ZCX_CARRIER_SLAB;
+    CHECK(zcx_ring_ref_decode(golden, &back, &err) == 0 && back.carrier == ZCX_CARRIER_SLAB, "a slab carries");
+    golden[0] = 0;
+    CHECK(zcx_ring_ref_decode(golden, &back, &err) == -ZCX_E_PROTOCOL, "nothing carries");
+    golden[0] = 3;
+    CHECK(zcx_ring_ref_decode(golden, &back, &err) == -ZCX_E_PROTOCOL, "an unknown carrier");
 }
 
 static void strings(void) {
@@ -523,6 +595,7 @@ int main(void) {
     RUN(prove);
     RUN(proved);
     RUN(segment);
+    RUN(slab_msg);
     RUN(call_msg);
     RUN(alloc);
     RUN(alloc_bytes);
@@ -533,6 +606,7 @@ int main(void) {
     RUN(release);
     RUN(progress);
     RUN(fixed_parts);
+    RUN(ring_ref);
     RUN(strings);
     return 0;
 }

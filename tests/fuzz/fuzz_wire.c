@@ -1,6 +1,6 @@
 // sources: tests/fuzz/fuzz_main.c csrc/wire.c csrc/err.c
 /* fuzz_wire.c: the decoders of wire.h. The first byte is a message type and the rest its body; type 0: the rest is a packet,
- * of which the header is read.
+ * of which the header is read; type 255: it is the blob of a staged buffer.
  *
  * With clang: clang -g -fsanitize=fuzzer,address,undefined -Icsrc -Itests/fuzz tests/fuzz/fuzz_wire.c csrc/wire.c csrc/err.c */
 #include "wire.h"
@@ -120,6 +120,20 @@ static void try_header(const uint8_t *packet, size_t size) {
     HOLDS(!memcmp(again, packet, sizeof again));
 }
 
+static void try_ring(const uint8_t *blob, size_t size) {
+    struct zcx_ring_ref r;
+    unsigned char again[64];
+    struct zcx_err err = {0};
+    if (size != sizeof again) return;
+    if (zcx_ring_ref_decode(blob, &r, &err)) {
+        HOLDS(err.code == ZCX_E_PROTOCOL && err.text[0]);
+        return;
+    }
+    fuzz_accepted = 1;
+    zcx_ring_ref_encode(&r, again);
+    HOLDS(!memcmp(again, blob, sizeof again));
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fuzz_accepted = 0;
     if (size < 1) return 0;
@@ -143,6 +157,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     case ZCX_RESULT: case ZCX_ERROR: try_result_msg(body, n, 1); break;
     case ZCX_RELEASE: try_release(body, n, 0); break;
     case ZCX_PROGRESS: try_progress(body, n, 0); break;
+    case 255: try_ring(body, n); break;
     }
     return 0;
 }

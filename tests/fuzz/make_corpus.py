@@ -27,9 +27,14 @@ def gate(pool: int, ready_slot: int, done_slot: int, ready: int, done: int) -> b
 
 
 def buffer(ident: int, rung: int, nbytes: int, offset: int, alloc: int, key: int, flags: int = 0, pool: int = 0,
-           window: int = 0) -> bytes:
-    blob = bytes(range(64)) if rung == 1 else bytes(64)
+           window: int = 0, blob: bytes | None = None) -> bytes:
+    if blob is None:
+        blob = bytes(range(64)) if rung == 1 else bytes(64)
     return struct.pack("<QBBHIQQQQ64s16x", ident, rung, flags, pool, window, nbytes, offset, alloc, key, blob)
+
+
+def ring(carrier: int, filled_slot: int, emptied_slot: int, filled: int, emptied: int) -> bytes:
+    return struct.pack("<HHIIIQQ32x", carrier, 0, filled_slot, emptied_slot, 0, filled, emptied)
 
 
 def alloc(shape: tuple[int, ...], itemsize: int, dtype: str, place: int = 0, nbytes: int | None = None) -> bytes:
@@ -112,6 +117,30 @@ WIRE: dict[str, bytes] = {
     "ok-allocated": b"\x0a" + struct.pack("<I", 1) + gate(1, 2, 3, 5, 5) + buffer(9, 1, 4096, 0, 4096, 3, flags=1, pool=1),
     "ok-allocated-host": b"\x0a" + struct.pack("<I", 0) + bytes(32) + buffer(10, 6, 4096, 8192, 0, 2, flags=1),
     "bad-allocated-overflow": b"\x0a" + struct.pack("<I", 0) + bytes(32) + buffer(10, 6, 1, (1 << 64) - 1, 0, 2),
+    "ok-alloc-device-2": b"\x09" + alloc((2, 2), 4, "float32", place=2),
+    "bad-alloc-place": b"\x09" + alloc((2, 2), 4, "float32", place=3),
+    "ok-pool-reply-no-device": b"\x04" + struct.pack("<HH", 1, 3) + text("cuCtxCreate: no"),
+    "bad-pool-reply": b"\x04" + struct.pack("<HH", 1, 4) + text(""),
+    "ok-device": b"\x19" + struct.pack("<H16s", 1, UUID),
+    "ok-header-slab": b"\0" + header(26, 28, nfds=1, ident=3) + bytes(28),
+    "ok-header-slab-taken": b"\0" + header(27, ident=3),
+    "ok-header-slab-drop": b"\0" + header(28, ident=3),
+    "bad-header-slab-without": b"\0" + header(26, 28, ident=3) + bytes(28),
+    "bad-header-slab-taken-fd": b"\0" + header(27, nfds=1, ident=3),
+    "bad-header-device-fd": b"\0" + header(25, 18, nfds=1) + bytes(18),
+    "bad-header-type": b"\0" + header(29),
+    "ok-call-slab": b"\x08" + struct.pack("<II", 0, 2) + buffer(8, 3, 4096, 512, 1 << 21, 7, pool=1) + buffer(
+        9, 3, 4096, 0, 1 << 21, 8, flags=2, pool=1) + node(("f", (), {})),
+    "ok-call-staged": b"\x08" + struct.pack("<II", 0, 2) + buffer(8, 5, 1 << 30, 1 << 26, 0, 7, pool=1, blob=ring(1, 4, 5, 1 << 32, 1 << 32)) + buffer(
+        9, 5, 100, 0, 0, 0, pool=1, blob=ring(2, 6, 7, 1 << 32, 1 << 32)) + node(("f", (), {})),
+    "ok-allocated-staged": b"\x0a" + struct.pack("<I", 1) + gate(1, 2, 3, 5, 5) + buffer(9, 5, 4096, 0, 0, 0, flags=1, pool=1,
+                                                                                    blob=ring(2, 4, 5, 1 << 32, 1 << 32)),
+    "bad-allocated-slab": b"\x0a" + struct.pack("<I", 0) + bytes(32) + buffer(10, 3, 4096, 1, 4096, 2, flags=1),
+    "bad-allocated-flags": b"\x0a" + struct.pack("<I", 0) + bytes(32) + buffer(10, 3, 4096, 0, 4096, 2, flags=3),
+    "ok-ring": b"\xff" + ring(1, 4, 5, 1 << 32, (1 << 63) + 1),
+    "ok-ring-segment": b"\xff" + ring(2, 63, 0, 0, 1),
+    "bad-ring-carrier": b"\xff" + ring(3, 4, 5, 1, 1),
+    "bad-ring-reserved": b"\xff" + ring(1, 4, 5, 1, 1)[:63] + b"\1",
     "ok-refused": b"\x0b" + struct.pack("<I", 1) + text("larger than max_result_bytes"),
     "ok-result": b"\x0c" + struct.pack("<IIQQ", 2, 0, 7, 8) + node({"image": None}),
     "ok-error": b"\x0d" + struct.pack("<II", 0, 1) + node(("ValueError", "no", "Traceback…")),
@@ -127,6 +156,9 @@ WIRE: dict[str, bytes] = {
     "bad-prove-window-on-host": b"\x17" + struct.pack("<IQ", 2, 99) + gate(0, 2, 3, 1, 1) + buffer(2, 6, 4096, 0, 0, 7, window=1),
     "ok-slab": b"\x1a" + struct.pack("<HHIIQQ", 0, 4, 1, 3, 1 << 21, 3 << 21),
     "bad-slab-piece": b"\x1a" + struct.pack("<HHIIQQ", 0, 0, 3, 3, 1 << 21, 3 << 21),
+    "ok-prove-slab": b"\x17" + struct.pack("<IQ", 4, 99) + gate(0, 2, 3, 1 << 32, 1 << 32) + buffer(3, 3, 24 << 20, 0, 24 << 20, 7),
+    "ok-prove-window": b"\x17" + struct.pack("<IQ", 5, 99) + gate(0, 2, 3, 1 << 32, 1 << 32) + buffer(4, 6, 24 << 20, 0, 0, 0, flags=1),
+    "bad-slab-flags": b"\x1a" + struct.pack("<HHIIQQ", 0, 8, 0, 3, 1 << 21, 3 << 21),
     "bad-slab-sizes": b"\x1a" + struct.pack("<HHIIQQ", 0, 0, 0, 1, 3 << 21, 1 << 21),
     "ok-proved": b"\x18" + struct.pack("<HHI", 0, 0, 2) + text(""),
     "ok-proved-failed": b"\x18" + struct.pack("<HHI", 0, 1, 1) + text("byte 0 reads 255, not 7"),
