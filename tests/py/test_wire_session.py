@@ -87,7 +87,7 @@ OTHERWISE = {
     "error_with_tensor": (zcx.RemoteError, "an unreadable error"), "error_code_unknown": zcx.RemoteError,
     "gpu_error": (zcx.WorkerDied, "its work on the GPU failed"),
     "progress_bad_text": lambda got: got is None, "handle_drop_unknown": lambda got: got is None, "pong_unasked": lambda got: got is None,
-    "alloc_2_to_the_62": lambda got: got in (1, 2), "alloc_of_a_device_nobody_has": lambda got: got == 3,
+    "alloc_2_to_the_62": lambda got: got in (1, 2), "alloc_of_a_device_nobody_has": lambda got: got == 3, "alloc_of_place_2_of_a_device_nobody_has": lambda got: got == 3,
     "allocs_unread": (WRONG, "does not read its messages"),
     "flood_of_progress": zcx.CallTimeout, "flood_of_late_progress": zcx.CallTimeout, "flood_of_pongs": zcx.CallTimeout,
     "flood_of_handle_drops": zcx.CallTimeout, "flood_of_empty_releases": zcx.CallTimeout,

@@ -12,7 +12,7 @@ import time
 
 MAGIC = b"\x5a\x43\x58\x31"
 HELLO, GATE, POOL, POOL_REPLY, STARTED, SEGMENT, SEGMENT_DROP, CALL, ALLOC, ALLOCATED, REFUSED, RESULT, ERROR, IMPORT_REFUSED, RELEASE, PROGRESS, \
-    CANCEL, PING, PONG, BYE, HANDLE_DROP, GATE_EVENT, PROVE, PROVED = range(1, 25)
+    CANCEL, PING, PONG, BYE, HANDLE_DROP, GATE_EVENT, PROVE, PROVED, DEVICE, SLAB, SLAB_TAKEN, SLAB_DROP = range(1, 29)
 BODY_FD = 1
 BIG = (1 << 64) - 1
 
@@ -231,10 +231,18 @@ def closes(s):
 # In a call: the header.
 reply("wrong_magic", (RESULT, result(FINE), {"magic": b"ZXCV"}))
 reply("type_0", (0, b""))
-reply("type_25", (25, b""))
+reply("type_29", (29, b""))
 reply("type_65535", (65535, b""))
-for _kind in (GATE, POOL, SEGMENT, SEGMENT_DROP, ALLOCATED, REFUSED, CANCEL, PING, BYE, GATE_EVENT, PROVE):
+for _kind in (GATE, POOL, SEGMENT, SEGMENT_DROP, ALLOCATED, REFUSED, CANCEL, PING, BYE, GATE_EVENT, PROVE, DEVICE, SLAB, SLAB_DROP):
     reply(f"parents_type_{_kind}", (_kind, b""))
+reply("slab_taken_unasked", (SLAB_TAKEN, b"", {"id": 1}))
+reply("slab_taken_of_slab_0", (SLAB_TAKEN, b""))
+reply("slab_taken_with_a_body", (SLAB_TAKEN, b"x", {"id": 1}))
+reply("device_with_a_descriptor", (DEVICE, struct.pack("<H16s", 0, b"\0" * 16), {"fds": (0,)}))
+for _kind, _body in ((HELLO, hello()), (POOL_REPLY, struct.pack("<HH", 0, 0) + string("")), (STARTED, b""), (ALLOC, alloc()), (ERROR, result(FINE, code=1)),
+                     (IMPORT_REFUSED, struct.pack("<I", 3) + string("no")), (RELEASE, ids(1)), (PROGRESS, progress()), (PONG, b""), (HANDLE_DROP, b""),
+                     (PROVED, struct.pack("<HHI", 0, 0, 1) + string("")), (SLAB_TAKEN, b""), (SLAB, struct.pack("<HHIIQQ", 0, 0, 0, 1, 1 << 21, 1 << 21))):
+    reply(f"type_{_kind}_with_a_descriptor", (_kind, _body, {"fds": (0,), "id": 1}))
 reply("proved_unasked", (PROVED, struct.pack("<HHI", 0, 0, 1) + string("")))
 reply("pool_reply_unasked", (POOL_REPLY, struct.pack("<HH", 0, 0) + string("")))
 reply("unknown_flag", (RESULT, result(FINE), {"flags": 2}))
@@ -354,7 +362,8 @@ reply("alloc_too_many_dimensions", (ALLOC, alloc(shape=(1,) * 65), {"id": 1}))
 reply("alloc_forged_dimensions", (ALLOC, alloc(ndim=60), {"id": 1}))
 reply("alloc_itemsize_0", (ALLOC, alloc(itemsize=0), {"id": 1}))
 reply("alloc_itemsize_17", (ALLOC, alloc(itemsize=17), {"id": 1}))
-reply("alloc_place_2", (ALLOC, alloc(place=2), {"id": 1}))
+refused("alloc_of_place_2_of_a_device_nobody_has", alloc(place=2, uuid=b"\x77" * 16), 3)
+reply("alloc_place_3", (ALLOC, alloc(place=3), {"id": 1}))
 reply("alloc_truncated", (ALLOC, alloc()[:30], {"id": 1}))
 
 
