@@ -716,6 +716,7 @@ class _Call:
         self.avoid: dict[int, dict[str, str]] = {}  # index of a look: rungs on which the worker refused it, and why
         self.rungs: dict[int, str] = {}  # by transfer id
         self.ladder: Any = None  # of this attempt
+        self.copied: list[tuple[int, str]] = []  # GPU inputs that the worker holds in memory of its own: bytes, and why
         self.wanted_cancel = False
         self.sent = False  # the worker may have begun with it
         self.over = self.replaced = False  # replaced: it was cancelled and did not stop, so that its worker was ended
@@ -766,7 +767,7 @@ class _Call:
 
     def _attempt(self, encoder: tree.Encoder, first: bytes) -> tuple[Any, ...] | None:
         """Lend, send, wait. None: the worker refused a buffer, and another rung is to be tried."""
-        self.transfers, self.inputs, self.results, self.rungs = [], {}, {}, {}
+        self.transfers, self.inputs, self.results, self.rungs, self.copied = [], {}, {}, {}, []
         self.ladder = ladder.Ladder(self.parent, self.session.pools, self._until, self._stream, self.avoid)
         self.session.handles.catch_up()
         self.seq = self.parent.begin(self.owner._max_result_bytes)
@@ -825,6 +826,7 @@ class _Call:
                 continue
             for i, lent in found.items():
                 self._lent(encoder, indices, groups[i][0], lent, groups[i][1])
+                self.copied.append((groups[i][0].high - groups[i][0].low, lent.reason))
         if copies:
             self._lend_copies(encoder, indices, copies)
 
@@ -1058,7 +1060,8 @@ class _Call:
         if code == z.FAILED_TOO_LARGE:
             return ResultTooLarge(f"{place}: {message}")
         if code == z.FAILED_MEMORY:
-            return _out_of_memory(f"{place}, in the worker: {message}\n\n{text}", "OutOfMemoryError" in kind)
+            copies = "".join(f"\nIt needed a copy of {nbytes} bytes of its own, because {why}." for nbytes, why in self.copied)
+            return _out_of_memory(f"{place}, in the worker: {message}{copies}\n\n{text}", "OutOfMemoryError" in kind)
         if "arguments" in detail:
             return UnsupportedType(f"worker {self.owner.name} cannot take an argument of {self.function}: {message}")
         if "unsupported" in detail:
