@@ -594,7 +594,7 @@ int zcx_parent_take(struct zcx_parent *p, uint64_t id, struct zcx_range **out) {
 
 void zcx_parent_end(struct zcx_parent *p) {
     if (p->creator != getpid()) return;
-    if (p->state == ZCX_IDLE || p->state < ZCX_PREPARING) return;
+    if (p->state < ZCX_PREPARING) return;
     int nothing_sent = p->state == ZCX_PREPARING, returned = p->state == ZCX_RETURNED;
     if (!nothing_sent && !returned) p->state = ZCX_BROKEN; /* a call that is given up half way: what it lent may still be written */
     for (unsigned i = 0; i < p->ngates; i++) {
