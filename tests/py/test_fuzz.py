@@ -1,5 +1,5 @@
 """Run the fuzz targets briefly: the committed corpus, then a few seconds of mutations. The session's once more with the simulated
-driver, where it lends device memory too. For longer runs see tests/fuzz/README.md."""
+driver, where it lends device memory too. For longer runs: tests/fuzz/run.py."""
 import importlib.util
 import os
 import pathlib
