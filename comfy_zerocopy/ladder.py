@@ -317,5 +317,11 @@ def _shareable(ordinal: int, nbytes: int) -> tuple[Any, int]:
         del owner  # torch's backend is another one
     if arena is None:
         raise Error(f"cuda:{ordinal} has no pool and no virtual memory that can be exported")
-    memory = ArenaMemory(arena, nbytes, False)
+    try:
+        memory = ArenaMemory(arena, nbytes, False)
+    except z.Failure as failure:
+        if failure.cuda != canary.OUT_OF_MEMORY:
+            raise
+        torch = tensor.loaded("torch")
+        raise (MemoryError if torch is None else torch.cuda.OutOfMemoryError)(str(failure)) from None
     return memory, memory.address
