@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from test_large import GIB, MIB, Outside, fill, holds, only, sums
+from test_large import GIB, MIB, Outside, crossing, fill, holds, only, sums
 
 import comfy_zerocopy as zcx
 from comfy_zerocopy import _install, array, canary, ladder
@@ -179,6 +179,7 @@ def test_16_gib_without_windows_on_a_card_of_24(no_windows, record_property):
             started = time.perf_counter()
             assert w.call("part_sums", x) == expected
             record_property("input_16gib_ms", round((time.perf_counter() - started) * 1e3, 1))
+            crossing(w, "input", record_property, "peek", x)
             assert rungs(w, "input") == [("vmm", False)]
             beyond_input = outside.highest - before
             del x
@@ -191,6 +192,8 @@ def test_16_gib_without_windows_on_a_card_of_24(no_windows, record_property):
             beyond_result = outside.highest - before - 16 * GIB // MIB
             assert holds(got, seed)
             del got
+            until_free(16 * GIB)
+            crossing(w, "result", record_property, "ends", 16 * GIB)
             until_free(16 * GIB)
             ordinary = torch.empty(16 * GIB, dtype=torch.uint8, device="cuda").fill_(1)  # of torch's own pool, beside what that holds already
             torch.cuda.synchronize()
