@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from . import __version__, _install, _native, demo_worker
 from .array import Array
 from .errors import Error
-from .parent import Transfer, Worker, empty
+from .ladder import empty
+from .parent import Transfer, Worker
 
 _WARM = 20  # calls for a warm time: the median
 
