@@ -203,7 +203,8 @@ class Pools(Verdicts):
         else:
             if event is not None:
                 self.unfinished = False
-                self.demoted.kills = 0
+                if kind == "proved":  # that a device opens is no check, and comes before each
+                    self.demoted.kills = 0
                 return event[2], event[3]
             why, died = f"{what} did not end within {seconds:g} s", False
         demoted[ordinal] = why
