@@ -1,4 +1,5 @@
 // sources: csrc/shm.c csrc/err.c
+// also: thread
 /* test_shm.c: sealed memfds. "Worker" here is this process again, through a second descriptor: what the kernel allows depends
  * on the descriptor and its seals, not on who holds it. Fork cases use a real child. */
 #include "shm.h"

@@ -1,4 +1,5 @@
 // sources: csrc/sock.c csrc/wire.c csrc/shm.c csrc/err.c
+// also: thread
 /* test_sock.c: packets and their descriptors between two ends of a pair, one of them sometimes not ours but a hostile peer's
  * that writes raw packets; and the waits, with a peer that is slow, full, signalled or dead. */
 #include "sock.h"
