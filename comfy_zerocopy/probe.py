@@ -107,17 +107,21 @@ def measure(ordinal: int = 0, tell: Callable[[str], None] = lambda line: None) -
     global _obeyed
     from . import canary
     from ._install import shareable_pool
+    from .array import Array
     from .errors import CallTimeout, Error, WorkerDied
-    from .parent import Worker, empty
+    from .ladder import allocate
+    from .parent import Worker
 
     _obeyed = True  # what an earlier look found must not narrow this one
-    chunk, driver = zcx().CHUNK_BYTES, zcx().driver()
+    chunk, driver, pool = zcx().CHUNK_BYTES, zcx().driver(), shareable_pool(ordinal)
+    if pool is None:
+        raise Error(f"cuda:{ordinal} cannot be probed: it has no pool that can be exported")
     most, good, why, died = in_force(), 0, "", False
     with Worker(f"{__package__}.probe_worker", name="probe", timeout=120) as w:
         for n in [n for n in LADDER if n < most] + [most]:
             nbytes = (n - 1) * chunk + 1  # touches n chunks, wherever it begins
             try:
-                x = empty((nbytes,), "uint8", ordinal)
+                x = Array(*allocate(ordinal, nbytes, pool, None), (nbytes,), "uint8", None, ordinal)  # of the pool, whatever its size
                 places = sorted({0, *range(chunk // 2, nbytes, chunk), nbytes - 1})
                 for p in places:
                     _write(x, p)
@@ -144,7 +148,7 @@ def measure(ordinal: int = 0, tell: Callable[[str], None] = lambda line: None) -
             good = n
             tell(f"{n} chunks ({n * chunk >> 20} MiB): right")
             del x
-    windows = "" if died else canary.sacrifice(shareable_pool(ordinal))
+    windows = "" if died else canary.sacrifice(pool)
     record = {"limit": good if died else LADDER[-1], "tried": good, "says": _say(good, most, why, died, windows), "when": time.strftime("%Y-%m-%d"),
               "windows": windows or "proved"}
     _remember(driver, record)
