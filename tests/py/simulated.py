@@ -9,11 +9,11 @@ import threading
 import time
 
 import comfy_zerocopy as zcx
-from comfy_zerocopy import canary
+from comfy_zerocopy import _install, canary, ladder
 from comfy_zerocopy._native import zcx as core
 from comfy_zerocopy.array import Array
 
-__all__ = ["CHUNK", "Array", "byte", "canary", "core", "filled", "from_worker", "log", "marked", "next_best", "re", "shared", "signal", "threading", "time", "worker", "zcx"]
+__all__ = ["CHUNK", "Array", "byte", "canary", "core", "filled", "from_worker", "in_pool", "log", "marked", "next_best", "re", "shared", "signal", "threading", "time", "worker", "zcx"]
 
 CHUNK = 32 << 20
 log: list[str] = []
@@ -43,9 +43,15 @@ def filled(nbytes, value, device="cuda"):
     return x
 
 
+def in_pool(nbytes, ordinal=0):
+    """Of the pool whatever its size: empty() takes the arena for what would need windows."""
+    owner, address = ladder.allocate(ordinal, nbytes, _install.shareable_pool(ordinal), None)
+    return Array(owner, address, (nbytes,), "uint8", None, ordinal)
+
+
 def marked(nbytes, places):
-    """Large, but only the pages of its marks exist."""
-    x = zcx.empty((nbytes,), "uint8", "cuda")
+    """Large, of the pool, but only the pages of its marks exist."""
+    x = in_pool(nbytes)
     for place, value in places.items():
         byte(x, place).copy_from(bytes([value]))
     return x

@@ -128,20 +128,27 @@ def test_identity_and_sharing(script):
     """)
 
 
-def test_what_shares_its_bytes_does_so_by_way_of_the_host_too(script):
-    """A worker that cannot open the pool: everything is copied, each buffer once."""
-    script("""
-        with start(env={"SIMCUDA_FAIL": "cuMemPoolImportFromShareableHandle:1:801"}) as w:
+NO_DEVICE_RUNG = {"SIMCUDA_HIDE": "cuMemCreate,cuStreamWriteValue64,cuStreamWaitValue64"}  # no arena, and counters neither: no ring
+
+
+@pytest.mark.parametrize("rest", ["arena", "ring", "host"])
+def test_what_shares_its_bytes_does_so_on_the_other_rungs_too(script, rest):
+    """A worker that cannot open the pool: each buffer crosses once, by the next rung that there is."""
+    hidden = {"arena": {}, "ring": {"SIMCUDA_HIDE": "cuMemCreate"}, "host": NO_DEVICE_RUNG}[rest]
+    script(f"""
+        rung, result = {("staged", ("vmm", False)) if rest == "arena" else ("host", ("host", True))!r}
+        with start(env={{"SIMCUDA_FAIL": "cuMemPoolImportFromShareableHandle:1:801"}}) as w:
             for n in (10, 5000, 100_000):
                 right(w, n)
-                assert rungs(w) == [("input", n, "host", True), ("result", n, "host", True), ("result", n, "host", True)]
+                assert rungs(w) == [("input", n, rung, True), ("result", n, *result), ("result", n, result[0], True)], rungs(w)
+                assert w.status()["transfers"] == 0
             empty = zcx.empty((0, 4), "float32", "cuda")
             back = w.call("echo", [empty, 1])[0]
             assert (back.shape, back.dtype, back.device) == ((0, 4), "float32", 0)
             gc.collect()
             until(lambda: counts()["allocations"] == 0, "nothing is left here")
             assert w.call("count", "allocations") == [0]
-    """)
+    """, **hidden)
 
 
 def test_results_go_on_to_other_workers(script):
@@ -248,14 +255,14 @@ def test_out_of_memory(script):
 
 
 def test_the_guard(script):
-    """Above the driver's limit, and where windows are not proved: by the host, with the reason, and nobody crashes."""
+    """Above the driver's limit, and where windows are not proved: by a copy of the part alone, with the reason, and nobody crashes."""
     script("""
         with start() as w:
             x = zcx.empty((4 * CHUNK,), "uint8", "cuda")
             byte(x, 4 * CHUNK - 1).copy_from(b"\\7")
             small = part(x, 4 * CHUNK - 10, 10)
             assert w.call("bytes_of", small)[0][-1] == 7
-            assert [t[2:] for t in rungs(w)] == [("host", True)] and "chunks" in w.last_report.transfers[0].reason, w.last_report
+            assert rungs(w) == [("input", 10, "staged", True)] and "chunks" in w.last_report.transfers[0].reason, w.last_report
             right(w)
             assert [t[2] for t in rungs(w)] == ["pool", "pool"]
     """, ZCX_CHUNK_LIMIT="3", SIMCUDA_IMPORT_CHUNKS="3", SIMCUDA_BREAK="blob")
@@ -451,7 +458,7 @@ def test_memory_that_a_worker_could_not_give_up_is_not_freed(script):
     script("""
         with start(env={"SIMCUDA_FAIL": "cuMemFreeAsync:2:999"}) as w:
             right(w)
-            assert "cuMemFreeAsync" in w.status()["pools"][0] and [t[2] for t in rungs(w)][0] == "host"
+            assert "cuMemFreeAsync" in w.status()["pools"][0] and rungs(w)[0] == ("input", 5000, "staged", True)
             gc.collect()
             until(lambda: counts()["allocations"] == 1, "all but that")
         until(lambda: not parent._all and counts()["allocations"] == 0, "given back")
