@@ -102,9 +102,11 @@ class Ladder:
             if failure.cuda != canary.OUT_OF_MEMORY:
                 raise
             return ""
-        z.device_copy(g.device, stream, "x", memory.address, g.low, nbytes)
-        number = self._lend(index, z.RUNG_VMM, g, (memory, owner), memory.address)
-        return number if isinstance(number, str) else Lent(number, 0, STAGED, why, True)
+        number = self._lend(index, z.RUNG_VMM, g, (memory, owner), memory.address)  # a stream that captures is refused here
+        if isinstance(number, str):
+            return number
+        z.device_copy(g.device, stream, "x", memory.address, g.low, nbytes)  # READY is posted behind it, when the call is sent
+        return Lent(number, 0, STAGED, why, True)
 
     def _lend(self, index: int, rung: int, g: tensor.Group, owner: Any, copy: int | None = None) -> int | str:
         z = _native.zcx()

@@ -126,3 +126,36 @@ def test_torchs_captures_are_told_of(script: Script) -> None:  # noqa: F811
                 raise AssertionError
             assert free() is True, pool
     """))
+
+
+def test_a_stream_that_captures_is_refused_before_anything_is_put_into_its_graph(script: Script) -> None:  # noqa: F811
+    """Whatever rung its input takes."""
+    script(CAPTURE + textwrap.dedent("""
+        z = core()
+        other = z.Pool(0)  # not the one that is shared
+        foreign = array.DeviceMemory(other, 5000)
+        owned = array.ArenaMemory(arena, 5000, False)
+        pooled, _ = noise(5000)
+        context = ctypes.c_void_p()
+        assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0 and cuda.cuCtxPushCurrent_v2(context) == 0
+        stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
+        assert cuda.cuStreamCreate(ctypes.byref(stream), 1) == 0
+        with start() as w:
+            right(w)
+            inputs = [Array(m, m.address, (5000,), "uint8", None, 0) for m in (foreign, owned)] + [pooled]
+            from comfy_zerocopy import tensor
+            tensor.current_stream = lambda ordinal: stream.value
+            for x in inputs:
+                assert w.call("bytes_of", x)[0] == x.tobytes()
+                z.capture_begins()
+                assert cuda.cuStreamBeginCapture_v2(stream, 2) == 0
+                try:
+                    w.call("bytes_of", x)
+                except zcx.Error as error:
+                    assert "being captured into a graph" in str(error), error
+                else:
+                    raise AssertionError(rungs(w))
+                assert cuda.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+                z.capture_ended()
+                assert w.call("bytes_of", x)[0] == x.tobytes()
+    """))
