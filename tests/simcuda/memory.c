@@ -359,6 +359,7 @@ CALL_V(MemcpyHtoDAsync, _v2, 3020, zcu_ptr dst, const void *src, size_t n, zcu_s
     ENTER(MemcpyHtoDAsync);
     struct stream *s;
     zcu_result r = sim_stream(stream, &s);
+    if (!r && sim_breaks("pinned") && sim_registered((void *)src, n)) return set(s, dst, 0xA5, n);
     return r ? r : copy(s, dst, DEVICE, (zcu_ptr)src, HOST, n, false);
 }
 
@@ -366,6 +367,7 @@ CALL_V(MemcpyDtoHAsync, _v2, 3020, void *dst, zcu_ptr src, size_t n, zcu_stream 
     ENTER(MemcpyDtoHAsync);
     struct stream *s;
     zcu_result r = sim_stream(stream, &s);
+    if (!r && sim_breaks("pinned-back") && sim_registered(dst, n)) return ZCU_SUCCESS;
     return r ? r : copy(s, (zcu_ptr)dst, HOST, src, DEVICE, n, false);
 }
 

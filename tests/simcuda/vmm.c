@@ -4,6 +4,7 @@
  * until its last handle, mapping and descriptor is gone in every process. An import is a block of its own, with a handle of its
  * own, on the same file. Mappings start without any access. Fresh memory is never zero at its beginning and its end. */
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -203,6 +204,8 @@ CALL(MemImportFromShareableHandle, 10020, zcu_mem *out, void *handle, int type) 
     if (pread(fd, &h, sizeof h, 0) != (ssize_t)sizeof h || h.magic != BLOCK_MAGIC || fstat(fd, &st) ||
         (uint64_t)st.st_size != SIM_BLOCK_HEAD + h.size) r = ZCU_ERROR_INVALID_VALUE;
     else if (h.device < 0 || h.device >= sim.devices) r = ZCU_ERROR_NOT_SUPPORTED;
+    if (sim_breaks("vmm-crash")) raise(SIGSEGV);
+    while (sim_breaks("vmm-hang")) pause();
     if (!r && sim_breaks("vmm")) { /* it shows other memory */
         close(fd);
         if ((fd = file_new(&h)) < 0) return ZCU_ERROR_OUT_OF_MEMORY;
@@ -289,6 +292,8 @@ static int show(const struct mapping *m) {
     if (!rights)
         return mmap((void *)m->base, m->size, PROT_NONE, how | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED;
     int protection = PROT_READ | (rights & 2 ? PROT_WRITE : 0);
+    if (protection == PROT_READ && sim_breaks("vmm-read")) /* other memory */
+        return mmap((void *)m->base, m->size, PROT_READ, how | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED;
     return mmap((void *)m->base, m->size, protection, how | MAP_SHARED, m->block->fd, SIM_BLOCK_HEAD) == MAP_FAILED;
 }
 
