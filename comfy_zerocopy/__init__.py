@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .ladder import empty
     from .parent import Report, Transfer, Worker
     from .quota import Kept
+    from .room import set_make_room
     from .tree import handle, register
 
 __version__ = "0.1.0"
@@ -42,13 +43,14 @@ _HOME = {
     **dict.fromkeys(("Report", "Transfer", "Worker"), "parent"), "empty": "ladder",
     **dict.fromkeys(("register", "handle"), "tree"),
     "Kept": "quota",
+    "set_make_room": "room",
     **dict.fromkeys(_ERRORS, "errors"),
 }
 
 __all__ = [
     "CallTimeout", "Cancelled", "CudaError", "Error", "InputModified", "Kept", "KeptTooMuch", "PayloadTooLarge", "ProtocolError", "RemoteError",
     "Report", "ResultTooLarge", "Status", "Transfer", "UnsupportedPlatform", "UnsupportedType", "Worker", "WorkerDied", "__version__", "empty",
-    "handle", "install", "reclaim", "register", "status",
+    "handle", "install", "reclaim", "register", "set_make_room", "status",
 ]
 
 

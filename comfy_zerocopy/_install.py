@@ -337,6 +337,11 @@ def pool_for(ordinal: int) -> Any:
         return _here.pool(ordinal) if _here.state == "on" else None
 
 
+def made_pool(ordinal: int) -> Any:
+    """The same pool if there is one already, else None. Opens and makes nothing."""
+    return _here.pools.get(ordinal)
+
+
 def shareable_pool(ordinal: int) -> Any:
     """The same pool whatever the mode: for memory that was asked for as shareable, and to tell what a tensor came from.
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import probe
+from . import probe, room
 from ._native import zcx
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -83,14 +83,17 @@ class Pools(Verdicts):
         self.unfinished = False  # an answer is still to come, for which nobody waits: the session cannot go on
         self.killed = False  # by its user: what happens then shows nothing
         self.unseen: set[int] = set()  # devices that are not visible to the worker
+        self.pid = 0  # the worker's
         self._index: dict[int, int] = {}
 
     def device(self, parent: Any, ordinal: int, pool: Any, until: Until) -> tuple[int | None, str]:
-        """The device's index in the session, offered on first use with its pool (None: it has none); or None and why it is of no use."""
+        """The device's index in the session, offered on first use with its pool (None: it has none); or None and why it is of no use.
+
+        Raises out-of-memory where there is no room for the worker's context."""
         if ordinal not in self.devices:
             if pool is None:
                 self.pools.setdefault(ordinal, "this GPU has no pool that can be exported")
-            why = self._offer(parent, ordinal, pool, until)
+            why = self._with_room(ordinal, lambda: self._met(parent, ordinal, pool, until))
             if ordinal not in self._index and not _shows_something(why):
                 return None, why  # it was not asked yet
             self.devices[ordinal] = why
@@ -100,14 +103,16 @@ class Pools(Verdicts):
         return (None, why) if why else (self._index[ordinal], "")
 
     def open(self, parent: Any, pool: Any, until: Until) -> tuple[int | None, str]:
-        """The pool's index in the session, offered and proved on first use; or None and why the worker cannot use it."""
+        """The pool's index in the session, offered and proved on first use; or None and why the worker cannot use it.
+
+        Raises out-of-memory where there is no room for a check."""
         ordinal = pool.ordinal
         index, why = self.device(parent, ordinal, pool, until)
         if index is None:
             return None, why
         if ordinal not in self.pools:
             probe.obey()
-            why = self._check(parent, ordinal, zcx().PROVE_POOL, self.demoted.pools, until)
+            why = self._with_room(ordinal, lambda: self._check(parent, ordinal, zcx().PROVE_POOL, self.demoted.pools, until))
             if not why or _shows_something(why):
                 self.pools[ordinal] = why
             if why:
@@ -156,6 +161,24 @@ class Pools(Verdicts):
         """The check alone, in this very worker."""
         return self._check(parent, pool.ordinal, zcx().PROVE_WINDOWS, self.demoted.windows, until)
 
+    def _with_room(self, ordinal: int, attempt: Callable[[], str]) -> str:
+        """What attempt() answers. Where that is a lack of memory the host is asked for room, and it is made once more."""
+        why = attempt()
+        asked = _lacks_memory(why) and room.make(ordinal, room.context(ordinal))
+        if asked:
+            why = attempt()
+        if _lacks_memory(why):
+            raise room.refused(ordinal, f"the CUDA context and the start-up check of worker {self.name}", why, asked)
+        return why
+
+    def _met(self, parent: Any, ordinal: int, pool: Any, until: Until) -> str:
+        """Offer the device, if there is room for what that takes."""
+        before = room.admit(ordinal, self.pid, self.name)
+        why = self._offer(parent, ordinal, pool, until)
+        if not why:
+            room.learn(ordinal, before)
+        return why
+
     def _offer(self, parent: Any, ordinal: int, pool: Any, until: Until) -> str:
         z = zcx()
         self.unfinished = True  # from before it is sent: a signal's handler may raise as soon as it was
@@ -176,7 +199,7 @@ class Pools(Verdicts):
                 _log.warning("comfy_zerocopy: worker %s shares no memory of cuda:%d's pool: %s", self.name, ordinal, reason)
             return reason if refused not in (0, z.POOL_REFUSED) else ""
         self.unfinished = False
-        return "" if accepted else "the worker refused it"
+        return ""
 
     def _check(self, parent: Any, ordinal: int, step: int, demoted: dict[int, str], until: Until, arena: Any = None) -> str:
         z = zcx()
@@ -213,7 +236,14 @@ class Pools(Verdicts):
 
 
 def _shows_something(why: str) -> bool:
-    return "CUDA_ERROR_OUT_OF_MEMORY" not in why and "gate slot" not in why
+    return not _lacks_memory(why) and "gate slot" not in why
+
+
+_NO_ROOM = "there was no room"
+
+
+def _lacks_memory(why: str) -> bool:
+    return "CUDA_ERROR_OUT_OF_MEMORY" in why or why.startswith(_NO_ROOM)
 
 
 def ending(known: dict[str, Any]) -> str:
@@ -251,6 +281,10 @@ def _try(pool: Any) -> str:
             return w._prove_windows(pool)
         except (Error, zcx().Failure) as error:
             return f"a process that was to try it failed: {str(error).splitlines()[0]}"
+        except Exception as error:
+            if not room.is_out_of_memory(error):
+                raise
+            return f"{_NO_ROOM} for a process that was to try it: {error}"
 
 
 def _forked() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import _install, _native, canary, tensor
+from . import _install, _native, canary, room, tensor
 from .array import ArenaMemory, DeviceMemory, contiguous_strides
 from .errors import Error
 
@@ -24,6 +24,7 @@ from .errors import Error
 POOL, VMM, STAGED, HOST = "pool", "vmm", "staged", "host"
 WINDOWS = ("above the driver's limit, so it is imported in windows of 4 GiB: in the worker kernels work on all of it, but the driver's own "
            "copies (clone(), copy_(), cpu()) refuse a range that crosses a window's end")
+_RESULT, _EMPTY = "the result", "a tensor of empty()"  # what needs memory, for errors
 _ALIGN = 512  # of tensors that cross together through a window: what torch's own allocator gives
 
 
@@ -137,6 +138,7 @@ class Ladder:
             parts.append((g.low, g.high - g.low))
             at += gap + g.high - g.low
         owners = tuple(owner for _, owner, _ in groups)
+        room.prepare(device, at)  # the worker has to hold all of it
         rung, window = HOST, None
         if not any(STAGED in self.avoid.get(m, {}) for g, _, _ in groups for m in g.members):
             window = self._window(device)
@@ -177,11 +179,11 @@ class Ladder:
             why = found
         index, refused = self.slabs(ordinal)
         if index is not None:
-            memory = ArenaMemory(_install.arena_for(ordinal), nbytes, True)
+            memory = room.with_room(ordinal, nbytes, _RESULT, lambda: ArenaMemory(_install.arena_for(ordinal), nbytes, True), pooled=False)
             return Result(index, z.RUNG_VMM, memory, memory.address)
         index, _ = self.device(ordinal)
         if own and index is not None and not self.pools.open_copies(self.parent, ordinal, self.until):
-            owner, address = allocate(ordinal, nbytes, None, stream)
+            owner, address = room.with_room(ordinal, nbytes, _RESULT, lambda: allocate(ordinal, nbytes, None, stream), pooled=False)
             return Result(index, z.RUNG_STAGED, owner, address)
         return f"{why}; {refused}" if refused else why
 
@@ -193,7 +195,7 @@ class Ladder:
             windows = self.pools.open_windows(self.parent, pool, self.until)
             if windows:
                 return f"{nbytes} bytes may lie on more chunks than the driver imports; {windows}"
-        owner, address = allocate(pool.ordinal, nbytes, pool, stream)
+        owner, address = room.with_room(pool.ordinal, nbytes, _RESULT, lambda: allocate(pool.ordinal, nbytes, pool, stream))
         if _native.zcx().pointer(address)["pool"] != pool.handle:
             return "another pool was made current on the device"
         return Result(index, _native.zcx().RUNG_POOL, owner, address)
@@ -313,17 +315,11 @@ def _shareable(ordinal: int, nbytes: int) -> tuple[Any, int]:
     arena = _install.arena_for(ordinal)
     whole = (z.CHUNK_LIMIT - 1) * z.CHUNK_BYTES  # wherever it starts: no worker needs windows for it
     if pool is not None and (nbytes <= whole or arena is None):
-        owner, address = allocate(ordinal, nbytes, pool, None)
+        owner, address = room.with_room(ordinal, nbytes, _EMPTY, lambda: allocate(ordinal, nbytes, pool, None))
         if z.pointer(address)["pool"] == pool.handle:
             return owner, address
         del owner  # torch's backend is another one
     if arena is None:
         raise Error(f"cuda:{ordinal} has no pool and no virtual memory that can be exported")
-    try:
-        memory = ArenaMemory(arena, nbytes, False)
-    except z.Failure as failure:
-        if failure.cuda != canary.OUT_OF_MEMORY:
-            raise
-        torch = tensor.loaded("torch")
-        raise (MemoryError if torch is None else torch.cuda.OutOfMemoryError)(str(failure)) from None
+    memory = room.with_room(ordinal, nbytes, _EMPTY, lambda: ArenaMemory(arena, nbytes, False), pooled=False)
     return memory, memory.address

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from . import __version__, _native, canary, config, ladder, process, quota, tensor, tree
+from . import __version__, _native, canary, config, ladder, process, quota, room, tensor, tree
 from .array import ArenaMemory
 from .errors import (
     CallTimeout,
@@ -163,6 +163,7 @@ class _Session:
         with self.busy:  # from before the process exists: it can be gone before there is anything to take apart
             self.process = process.Process([owner._target], python=owner._python, env=owner._env, cwd=owner._cwd, name=owner.name,
                                            on_gone=self._gone)
+            self.pools.pid = self.process.pid
             with _all_lock:
                 _all.add(self)
             z = _native.zcx()
@@ -669,16 +670,11 @@ def _failed(failure: Any) -> Exception:
     z = _native.zcx()
     if failure.code == z.E_CUDA:
         if failure.cuda == 2:
-            return _out_of_memory(str(failure))
+            return room.out_of_memory(str(failure))
         return CudaError(failure.call, failure.cuda, failure.name)
     if failure.code in (errno.ENOMEM, errno.ENOSPC):  # shared memory has either reason
         return MemoryError(str(failure))
     return Error(str(failure))
-
-
-def _out_of_memory(message: str, device: bool = True) -> Exception:
-    torch = tensor.loaded("torch")
-    return torch.cuda.OutOfMemoryError(message) if device and torch is not None else MemoryError(message)
 
 
 def _error_tree(data: bytes, s: _Session) -> tuple[str, str, str, dict[str, Any]]:
@@ -958,7 +954,7 @@ class _Call:
         try:
             made = self.ladder.allocate(ordinal, nbytes, self.streams.get(ordinal), own)
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not room.is_out_of_memory(error):
                 raise
             self.parent.refuse(request, z.REFUSED_MEMORY, str(error).split("\n")[0])
             return
@@ -1047,7 +1043,9 @@ class _Call:
         """A GPU result that had to come through host memory."""
         host, uuid = payload
         ordinal = tree.ordinal_of(uuid)
-        return host if ordinal is None else self.uploads.device(host, ordinal)
+        if ordinal is None:
+            return host
+        return room.with_room(ordinal, getattr(host, "nbytes", 0), "the result", lambda: self.uploads.device(host, ordinal), pooled=False)
 
     def _remote(self, code: int, data: bytes) -> Exception:
         z = _native.zcx()
@@ -1061,7 +1059,7 @@ class _Call:
             return ResultTooLarge(f"{place}: {message}")
         if code == z.FAILED_MEMORY:
             copies = "".join(f"\nIt needed a copy of {nbytes} bytes of its own, because {why}." for nbytes, why in self.copied)
-            return _out_of_memory(f"{place}, in the worker: {message}{copies}\n\n{text}", "OutOfMemoryError" in kind)
+            return room.out_of_memory(f"{place}, in the worker: {message}{copies}\n\n{text}", "OutOfMemoryError" in kind)
         if "arguments" in detail:
             return UnsupportedType(f"worker {self.owner.name} cannot take an argument of {self.function}: {message}")
         if "unsupported" in detail:
@@ -1069,11 +1067,6 @@ class _Call:
         if "payload" in detail:
             return PayloadTooLarge(f"{place}: {message}")
         return RemoteError(kind, message, text)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    torch = tensor.loaded("torch")
-    return isinstance(error, MemoryError) or getattr(error, "cuda", 0) == 2 or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError))
 
 
 def _download(g: tensor.Group, stream: int) -> tensor.Memory:
@@ -1152,6 +1145,7 @@ class _Queue:
         self._there.release()
 
     def _run(self) -> None:
+        room.here.submitted = True
         while True:
             self._there.acquire()
             item = self._items.popleft()

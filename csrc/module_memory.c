@@ -385,6 +385,25 @@ static PyObject *capture_ended(PyObject *module, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *memory_info(PyObject *module, PyObject *arg) {
+    long ordinal = PyLong_AsLong(arg);
+    size_t left = 0, total = 0;
+    struct zcx_scope scope;
+    struct zcx_err err = {0};
+    int r;
+    if (PyErr_Occurred()) return NULL;
+    if (ordinal < 0 || ordinal >= ZCX_MAX_DEVICES) return PyErr_Format(PyExc_ValueError, "there is no device %ld", ordinal);
+    Py_BEGIN_ALLOW_THREADS
+    r = zcx_scope_open(&scope, (int)ordinal, &err);
+    if (!r) {
+        r = zcx_cu(&err, "cuMemGetInfo", scope.d->MemGetInfo(&left, &total));
+        zcx_scope_close(&scope);
+    }
+    Py_END_ALLOW_THREADS
+    if (r) return module_raise(module_state_of(module), r, &err);
+    return Py_BuildValue("(nn)", (Py_ssize_t)left, (Py_ssize_t)total);
+}
+
 static PyObject *copy(PyObject *module, PyObject *args) {
     (void)module;
     unsigned long long to, from, nbytes;
@@ -472,6 +491,7 @@ static PyMethodDef functions[] = {
     {"pointer", pointer, METH_O, "pointer(address) -> dict: base, size, buffer_id, pool, ordinal, type, legacy_ipc, handle_types"},
     {"device_copy", device_copy, METH_VARARGS,
      "device_copy(ordinal, stream, kind, to, from, nbytes): asynchronous; kind 'h' to the device, 'd' from it, 'x' within it,\n's' sets every byte to `from`"},
+    {"memory_info", memory_info, METH_O, "memory_info(ordinal) -> (free, total): bytes of the device, as cuMemGetInfo says; makes this process's context on it"},
     {"synchronize", synchronize, METH_VARARGS, "synchronize(ordinal, stream): wait on the CPU; of a parent's only where somebody asks for bytes (tobytes, an upload), never in a call"},
     {"capture_begins", capture_begins, METH_NOARGS, "capture_begins(): a graph is about to be captured in this process; nests"},
     {"capture_ended", capture_ended, METH_NOARGS, "capture_ended(): one that capture_begins() told of is over"},

@@ -76,7 +76,8 @@ struct zcx_event {
 int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev, struct zcx_err *err);
 
 /* Offer a device, with its pool (referenced by the session from then on) or, where it has none, NULL; the answer is ZCX_EV_DEVICE.
- * *index: its number on the wire. 1: offered before; then *accepted says 1 yes, 0 no, -1 not answered yet. */
+ * *index: its number on the wire. One that was refused is offered again. 1: offered before; then *accepted says 1 yes, -1 not
+ * answered yet. */
 int zcx_parent_offer(struct zcx_parent *p, int ordinal, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err);
 
 /* Start a check of canary.h on an accepted device: memory is taken (of the pool; of `arena` for ZCX_PROVE_VMM and _READ), marks are

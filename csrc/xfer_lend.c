@@ -75,16 +75,17 @@ void *zcx_parent_released(struct zcx_parent *p) {
 
 int zcx_parent_offer(struct zcx_parent *p, int ordinal, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err) {
     REQUIRE(p, p->state >= ZCX_IDLE && p->state <= ZCX_CALLING, "offering a device", err);
-    for (unsigned i = 0; i < p->ndevices; i++)
-        if (p->devices[i].ordinal == ordinal) {
-            *index = i;
-            *accepted = p->devices[i].accepted;
-            return 1;
-        }
-    if (p->ndevices == ZCX_MAX_DEVICES) return zcx_fail(err, ZCX_E_LIMIT, "more than %d devices", ZCX_MAX_DEVICES);
+    unsigned at = 0;
+    while (at < p->ndevices && p->devices[at].ordinal != ordinal) at++;
+    if (at < p->ndevices && p->devices[at].accepted) {
+        *index = at;
+        *accepted = p->devices[at].accepted;
+        return 1;
+    }
+    if (at == ZCX_MAX_DEVICES) return zcx_fail(err, ZCX_E_LIMIT, "more than %d devices", ZCX_MAX_DEVICES);
     const struct zcx_driver *d;
     unsigned char body[64];
-    struct zcx_pool_msg m = {.index = (uint16_t)p->ndevices};
+    struct zcx_pool_msg m = {.index = (uint16_t)at};
     int r = zcx_driver_open(&d, err);
     if (r) return r;
     if (ordinal < 0 || ordinal >= d->count) return zcx_fail(err, ZCX_E_RANGE, "there is no device %d", ordinal);
@@ -95,8 +96,10 @@ int zcx_parent_offer(struct zcx_parent *p, int ordinal, struct zcx_pool *pool, u
     if (r) return r;
     r = zcx_parent_tell(p, pool ? ZCX_POOL : ZCX_DEVICE, 0, body, (size_t)n, pool ? zcx_pool_fd(pool) : -1, err);
     if (r) return r;
-    p->devices[p->ndevices] = (struct device){.ordinal = ordinal, .pool = pool ? zcx_pool_ref(pool) : NULL, .accepted = -1};
-    *index = p->ndevices++;
+    if (at == p->ndevices) p->devices[p->ndevices++] = (struct device){.ordinal = ordinal};
+    if (pool && !p->devices[at].pool) p->devices[at].pool = zcx_pool_ref(pool);
+    p->devices[at].accepted = -1;
+    *index = at;
     *accepted = -1;
     return 0;
 }

@@ -97,7 +97,10 @@ def not_before() -> str | None:
 
 def arm() -> None:
     """Put into force what the user opted into."""
-    from comfy_zerocopy import _install
+    from comfy_zerocopy import _install, room
+    from comfy_zerocopy.comfyui.memory import make_room
 
+    if not room.is_set():
+        room.set_make_room(make_room)
     _install.not_before = not_before
     _install.install()
