@@ -219,10 +219,14 @@ class Process:
         if self._live >= 0 or not self.exited.is_set() or self.gone.is_set():
             return
         self.drain()
-        for fd in list(self._open):
-            self._keeper.unwatch(fd)
+        with self._read_lock:  # their numbers are given out again: from here on nobody reads there
+            for pending, level in self._open.values():
+                if pending:
+                    self._line(pending, level)
+            self._open.clear()
         for stream in (self._popen.stdout, self._popen.stderr):
             assert stream is not None
+            self._keeper.unwatch(stream.fileno())  # also one whose end somebody else saw
             stream.close()
         self.gone.set()
         self._on_gone()

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 
@@ -458,3 +459,71 @@ def sleep(seconds, marker):
         w._session.parent.cancel(over)
         assert future.result(30) >= 0.3
         assert w.call("nothing") is None
+
+
+@pytest.fixture
+def talker(tmp_path):
+    """A worker that writes, and leaves a program behind that holds its output but nothing else of it."""
+    (tmp_path / "talker.py").write_text("""
+import os, subprocess, sys
+from comfy_zerocopy.worker import expose
+
+@expose
+def program():
+    sys.stderr.write("said\\nhalf a line")
+    sys.stderr.flush()
+    return os.getpid(), subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True).pid
+
+@expose
+def nothing():
+    pass
+""")
+    with zcx.Worker(tmp_path / "talker.py", timeout=40) as w:
+        yield w
+
+
+def test_the_end_of_a_workers_output_that_is_seen_with_its_death_is_watched_no_more(talker):
+    """Its descriptors were closed, and their numbers stayed with the keeper: it never heard of the process that got them next. The kernel
+    closes what a process had in no order: the pipe that says that it is gone can end before its output does."""
+    talker.call("nothing")
+    p, done = talker._session.process, threading.Event()
+    numbers = {p._popen.stdout.fileno(), p._popen.stderr.fileno(), p.pidfd, p._live}
+    left = []
+
+    def both():  # what the keeper does when it wakes for these two, and the output ends while it does
+        assert numbers <= set(p._keeper._selector.get_map())
+        os.kill(p.pid, 9)
+        os.waitid(os.P_PIDFD, p.pidfd, os.WEXITED | os.WNOWAIT)
+        p._ended()
+        p._left()
+        left.extend(numbers & set(p._keeper._selector.get_map()))
+        done.set()
+
+    p._keeper.do(both)
+    assert done.wait(20) and p.gone.is_set()
+    assert left == []
+    assert talker.call("nothing") is None
+
+
+def test_nobody_reads_where_a_gone_worker_wrote(talker):
+    """A program that it started still holds its output: the end never came, and the last words were read from whatever had the
+    descriptor's number by then."""
+    worker, program = talker.call("program")
+    p = talker._session.process
+    numbers = {p._popen.stdout.fileno(), p._popen.stderr.fileno()}
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.write(write, b"not the worker's\n")
+    made = []
+    try:
+        os.kill(worker, 9)
+        assert p.gone.wait(20)
+        while not numbers <= set(made) and len(made) < 100:
+            made.append(os.dup(read))
+        assert numbers <= set(made)
+        assert p.describe()["stderr"] == ["said", "half a line"]
+        assert os.read(read, 100) == b"not the worker's\n"
+    finally:
+        os.kill(program, 9)
+        for fd in (read, write, *made):
+            os.close(fd)
