@@ -28,6 +28,8 @@ uint64_t zcx_parent_warm_bound(void) {
 #define RESULTS_MAX 65536u
 /* So many messages are handled before signals are looked at. */
 #define MESSAGES_MAX 256
+/* So many may come, releases and dropped handles mostly, while it is awaited that the worker takes the memory it was told of. */
+#define MEANWHILE_MAX 65536u
 /* A packet is looked for this long without sleeping: about one hand-off. */
 #define PACKET_SPIN_NS 20000
 
@@ -431,14 +433,16 @@ static int hold_drop(struct zcx_parent *p, uint64_t handle, struct zcx_err *err)
 
 int zcx_parent_await_slabs(struct zcx_parent *p, uint32_t most, struct zcx_err *err) {
     int64_t until = zcx_now() + ANSWER_NS;
-    while (p->unanswered > most) {
+    for (unsigned handled = 0; p->unanswered > most;) {
         struct zcx_event ev;
         int r = next_message(p, &ev, err);
         if (r < 0) return r;
         if (r == 0 && ev.kind == ZCX_EV_HANDLE_DROP) r = hold_drop(p, ev.handle, err);
-        else if (r == 0 && ev.kind != ZCX_EV_RELEASED) /* what it released is drained at the call's end */
+        else if (r == 0 && ev.kind != ZCX_EV_RELEASED && ev.kind != ZCX_EV_PROGRESS) /* what it released is drained at the call's end */
             return zcx_parent_broken(p, zcx_fail(err, ZCX_E_PROTOCOL, "the worker spoke of something else while it was told of memory"));
         if (r < 0) return r;
+        if (r != 3 && (++handled > MEANWHILE_MAX || zcx_now() > until))
+            return zcx_parent_broken(p, zcx_fail(err, ZCX_E_PROTOCOL, "the worker talks on, and does not take the memory that it is told of"));
         if (r != 3) continue;
         do r = zcx_sock_wait(&p->sock, until, PACKET_SPIN_NS, err);
         while (r == 2); /* the wait is bounded */
