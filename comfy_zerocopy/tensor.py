@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -195,6 +196,47 @@ class _Interface:
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
+class _Foreign:
+    """Memory of ours inside of torch, whose allocator does not know it. It lives for as long as any tensor over that memory."""
+
+    __slots__ = ("__weakref__", "address", "nbytes", "owner")
+
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner, self.address, self.nbytes = owner, address, nbytes
+
+
+_foreign: weakref.WeakSet[_Foreign] = weakref.WeakSet()  # such that it is used again only behind all work of the context
+_foreign_lock = threading.RLock()
+
+
+def _is_foreign(t: Any) -> bool:
+    address = t.untyped_storage().data_ptr()
+    with _foreign_lock:
+        return any(f.address <= address < f.address + f.nbytes for f in _foreign)
+
+
+def _survive_record_stream(torch: Any) -> None:
+    """Let record_stream() do nothing on memory of ours, where torch's cudaMallocAsync backend fails on memory that it did not allocate.
+
+    Nothing is what is right: an import is given up, and a block of the arena used again, only behind all work of the context, whatever
+    stream it is on. On all else torch's own answer stands. C++ code that records such a tensor gets torch's exception as before
+    (docs/adr/0021-record-stream.md). Once per process, when the first such tensor is made; other backends pass such memory over."""
+    original = torch.Tensor.record_stream
+    if hasattr(original, "comfy_zerocopy") or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        return
+
+    @functools.wraps(original)
+    def record_stream(self: Any, stream: Any) -> None:
+        try:
+            original(self, stream)
+        except RuntimeError as error:
+            if "ptr not found" not in str(error) or not _is_foreign(self):
+                raise
+
+    record_stream.comfy_zerocopy = True  # type: ignore[attr-defined]
+    torch.Tensor.record_stream = record_stream
+
+
 class Memory:
     """`nbytes` bytes at `address`, on the host or a device, that `owner` keeps alive; every view made here shares them.
 
@@ -212,8 +254,13 @@ class Memory:
         if self._torch is None:
             if self.device is not None:
                 # One-dimensional uint8 is in every DLPack; dtype and strides are set on the storage afterwards.
-                capsule = zcx().dlpack(self.owner, self.address, 2, self.device, 1, 8, (self.nbytes,), (1,))
+                held = _Foreign(self.owner, self.address, self.nbytes)
+                capsule = zcx().dlpack(held, self.address, 2, self.device, 1, 8, (self.nbytes,), (1,))
                 self._torch = torch.utils.dlpack.from_dlpack(capsule)
+                if not isinstance(self.owner, DeviceMemory):  # that is freed on its one stream
+                    with _foreign_lock:
+                        _foreign.add(held)
+                        _survive_record_stream(torch)
             elif isinstance(self.owner, memoryview) or hasattr(self.owner, "edited") or type(self.owner).__name__ == "HostBuffer":
                 self._torch = torch.frombuffer(self.owner, dtype=torch.uint8)
             else:
