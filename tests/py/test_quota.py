@@ -79,10 +79,14 @@ def test_a_result_that_is_kept_however(start, library):
     until(lambda: w.status()["result_bytes"] == 0, "all comes back")
 
 
-def test_a_stashed_gpu_tensor_reads_the_same_calls_later(script):  # noqa: F811
+@pytest.mark.parametrize("rung", ["pool", "vmm"])
+def test_a_stashed_gpu_tensor_reads_the_same_calls_later(script, rung):  # noqa: F811
     """The simulated driver poisons what is freed and gives it out again at once."""
     script(f"""
-        ways = {WAYS!r}
+        from comfy_zerocopy import ladder
+        ways, rung = {WAYS!r}, {rung!r}
+        if rung == "vmm":
+            ladder._shareable_pool = lambda ordinal: None
         with zcx.Worker({os.path.join(os.path.dirname(__file__), 'workers', 'keeps.py')!r}, timeout=40) as w:
             def churn():
                 for _ in range(2):
@@ -94,7 +98,7 @@ def test_a_stashed_gpu_tensor_reads_the_same_calls_later(script):  # noqa: F811
             for how in ways:
                 x, data = noise(3000)
                 w.call("keep", how, x)
-                assert rungs(w) == [("input", 3000, "pool", False)]
+                assert rungs(w) == [("input", 3000, rung, False)]
                 want[how] = data[how == "view":]
                 del x
                 churn()
