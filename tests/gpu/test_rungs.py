@@ -46,7 +46,11 @@ def until_free(nbytes):
 
 @pytest.fixture
 def no_windows(monkeypatch):
-    monkeypatch.setattr(canary.Pools, "open_windows", lambda *_: "windows are forced off")
+    def refuse(self, parent, pool, until):
+        self.windows[pool.ordinal] = "windows are forced off"
+        return self.windows[pool.ordinal]
+
+    monkeypatch.setattr(canary.Pools, "open_windows", refuse)
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
