@@ -219,7 +219,12 @@ static int map_pool(struct zcx_worker *w, struct zcx_import *i, struct zcx_err *
     if (!d->pool) return zcx_fail(err, ZCX_E_UNFIT, "the pool of this device is not open here");
     memcpy(e.blob, b->blob, sizeof e.blob);
     int r = await_release(w, b, err);
-    if (!r) r = zcx_pool_map(d->pool, &e, &base, err);
+    if (r) return r;
+    r = zcx_pool_map(d->pool, &e, &base, err);
+    if (r == -ZCX_E_CUDA) { /* it takes another rung; if the context is lost, the end of the call says so */
+        if (err) err->code = ZCX_E_UNFIT;
+        return -ZCX_E_UNFIT;
+    }
     if (!r) i->address = (void *)(uintptr_t)(base + b->offset);
     return r;
 }
