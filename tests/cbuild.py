@@ -54,6 +54,12 @@ def simcuda(sanitize: str = "none") -> pathlib.Path:
     return _compile("libcuda.so.1", sorted(folder.glob("*.c")), flags, [*folder.glob("*.h"), *(ROOT / "csrc").glob("*.h")])
 
 
+def faults() -> pathlib.Path:
+    """Build what acts at a named point of a process that preloads it; the path of the library."""
+    folder = ROOT / "tests" / "faults"
+    return _compile("faults.so", [folder / "at.c"], [*WARN, "-fPIC", "-shared", "-fvisibility=hidden", "-Icsrc"], [*(ROOT / "csrc").glob("*.h")])
+
+
 def extension(include: str, suffix: str, version: str) -> pathlib.Path:
     """Build the package's extension for another CPython than this one: its headers lie in `include`, `suffix` is its EXT_SUFFIX."""
     folder = ROOT / "csrc"

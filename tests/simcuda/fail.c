@@ -12,6 +12,9 @@
 
 #define RULES 32
 
+/* tests/faults/at.c, where it is loaded: what else is to happen at this call. */
+extern int faults_at(const char *point) __attribute__((weak));
+
 static struct rule { char name[64]; long nth, count; int code; bool on; } rules[RULES];
 static int nrules;
 static long injected;
@@ -47,6 +50,8 @@ static void tell(const struct rule *r, const char *name) {
 
 int sim_fail(const char *name) {
     pthread_once(&once, parse_environment);
+    int refused = faults_at ? faults_at(name) : 0;
+    if (refused) return refused;
     for (int i = 0; i < nrules; i++) {
         struct rule *r = &rules[i];
         if (strcmp(r->name, "*") && strcmp(r->name, name)) continue;

@@ -1,0 +1,255 @@
+"""Every row of the table in docs/ownership.md: a session is brought into the state, the fault happens, and what follows is looked at.
+
+The parent is a process of its own (tests/faults/walk.py), which walks one row after another on the simulated driver; it reports what it
+found. Here the table is read and held to be whole."""
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from conftest import ROOT
+
+import cbuild
+
+pytestmark = pytest.mark.usefixtures("deadline")
+PAGE = ROOT / "docs" / "ownership.md"
+WALK = ROOT / "tests" / "faults" / "walk.py"
+FAULTS = ("SIGKILL", "SIGSEGV", "os._exit", "socket closed", "SIGSTOP", "timeout", "cancel", "parent exits", "exception", "driver", "fd limit",
+          "memfd full", "memory")
+CANNOT, AS = "cannot happen: ", "as "
+HOST = ("PREPARING", "CALLING", "RETURNED", "function running", "ALLOC asked", "filling", "DONE posted", "RESULT sent", "KEPT", "lease held")
+EVENTS = ("CALLING", "RETURNING", "un-importing", "DONE posted")  # where gates matter
+
+
+class Row(NamedTuple):
+    outcome: str
+    says: list[str]
+    worker: str  # of the next call: "kept" or "new"
+    test: str
+
+
+def cells(line: str) -> list[str]:
+    return [c.strip() for c in line.strip().strip("|").split("|")]
+
+
+def tables(heading: str) -> list[list[list[str]]]:
+    """The tables under a heading of the page, without their heads."""
+    section = re.split(rf"^## {re.escape(heading)}$", PAGE.read_text(), flags=re.M)[1].split("\n## ")[0]
+    found = [[cells(line) for line in block.strip().splitlines()] for block in re.findall(r"(?:^\|.*\n)+", section, re.M)]
+    return [t[2:] for t in found]
+
+
+def read() -> tuple[list[str], list[tuple[str, str, Row]]]:
+    named, faults = tables("Every state, every fault")
+    rows = []
+    for state, several, outcome, says, worker, test in faults:
+        for fault in several.split(", "):
+            rows.append((state, fault, Row(outcome.strip("`"), re.findall(r'"([^"]*)"', says), worker, test.strip("`"))))
+    return [line[0] for line in named], rows
+
+
+STATES, ROWS = read()
+WALKED = [(s, f, r) for s, f, r in ROWS if not r.outcome.startswith((CANNOT, AS)) and r.test != "parents"]
+ENDS = [s for s, _, r in ROWS if r.test == "parents"]
+
+
+def test_every_state_and_every_fault_has_one_row():
+    assert len(set(STATES)) == len(STATES) >= 24
+    assert sorted((s, f) for s, f, _ in ROWS) == sorted((s, f) for s in STATES for f in FAULTS)
+
+
+def test_every_row_has_a_test_or_a_reason():
+    source = WALK.read_text()
+    for state, fault, row in ROWS:
+        if row.outcome.startswith(CANNOT):
+            assert len(row.outcome.removeprefix(CANNOT).split()) > 3, f"{state}, {fault}: no reason"
+        elif row.outcome.startswith(AS):
+            assert set(row.outcome.removeprefix(AS).split(", ")) <= {s for s, _, _ in WALKED}, f"{state}, {fault}"
+        elif fault == "parent exits":
+            assert row.test == "parents", state
+        else:
+            assert f"def {row.test}(" in source or f'"{row.test}"' in source, f"{state}, {fault}: there is no {row.test}"
+            assert row.worker in ("kept", "new"), f"{state}, {fault}"
+    assert len(WALKED) > 120
+
+
+class Walk:
+    """The process, and its answers."""
+
+    def __init__(self, folder: pathlib.Path, *arguments: str, **env: str) -> None:
+        self.folder = pathlib.Path(tempfile.mkdtemp(dir=folder))
+        (self.folder / "sim").mkdir()
+        library = str(cbuild.faults())
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("COMFY_ZEROCOPY", "ZCX_", "PYTHON", "CUDA_VISIBLE"))}
+        clean.update(PYTHONPATH=str(ROOT), PYTHONDONTWRITEBYTECODE="1", ZCX_LIBCUDA=str(cbuild.simcuda()), SIMCUDA_DIR=str(self.folder / "sim"),
+                     SIMCUDA_ABORT_ON_RACE="1", FAULTS_DIR=str(self.folder), FAULTS_LIBRARY=library, FAULTS="", LD_PRELOAD=library, **env)
+        self.errors = open(self.folder / "errors", "w+")
+        self.process = subprocess.Popen([sys.executable, "-S", str(WALK), *arguments], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=self.errors, text=True)
+
+    def line(self, seconds: float) -> str:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        line = self.process.stdout.readline() if ready else ""
+        if line:
+            return line
+        self.end()
+        self.errors.seek(0)
+        pytest.fail(f"the walk {'hangs' if not ready else f'ended with {self.process.returncode}'}:\n{self.errors.read()[-5000:]}")
+
+    def ask(self, state: str, fault: str, row: Row, host: bool = False) -> str:
+        assert self.process.stdin is not None
+        print(json.dumps({"state": state, "fault": fault, **row._asdict(), "host": host}), file=self.process.stdin, flush=True)
+        found: str = json.loads(self.line(45))["error"]
+        return found
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.end()
+        self.errors.close()
+        shutil.rmtree(self.folder)
+
+
+class Walks:
+    """Two processes that walk, each one row after another; and others when those are gone. Rows are walked ahead of the tests that ask."""
+
+    def __init__(self, folder: pathlib.Path, rows: list[tuple[object, ...]], **env: str) -> None:
+        self._folder, self._env = folder, env
+        self._made: list[Walk] = []
+        self._own = threading.local()
+        self._pool = concurrent.futures.ThreadPoolExecutor(2)
+        self._found = {row[:2] + row[3:]: self._pool.submit(self._ask, *row) for row in rows}
+
+    def _ask(self, *row: object) -> str:
+        """What does not hold, or nothing."""
+        walk = getattr(self._own, "walk", None)
+        if walk is None or walk.process.poll() is not None:
+            self._own.walk = walk = Walk(self._folder, **self._env)
+            self._made.append(walk)
+        return walk.ask(*row)
+
+    def hold(self, state: str, fault: str, host: bool = False) -> None:
+        if problem := self._found[state, fault, host].result(45):
+            pytest.fail(problem)
+
+    def now(self, state: str, fault: str, row: Row) -> str:
+        """As the walk would find it if the table said that."""
+        return self._pool.submit(self._ask, state, fault, row, False).result(45)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for w in self._made:
+            w.end()
+        self._pool.shutdown()
+        for w in self._made:
+            w.close()
+
+
+def chosen(request: pytest.FixtureRequest, name: str, *more: object) -> list[tuple[object, ...]]:
+    """The rows of the tests of that name that this run has."""
+    parameters = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == name and item.path == pathlib.Path(__file__)]
+    return [(p["state"], p.get("fault", "SIGKILL"), p.get("row") or KILLS[p["state"]], *more) for p in parameters]
+
+
+@pytest.fixture(scope="module")
+def walks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
+    w = Walks(tmp_path_factory.mktemp("walks"), chosen(request, "test_row", False) + chosen(request, "test_killed_with_host_memory_alone", True))
+    yield w
+    w.close()
+
+
+@pytest.fixture(scope="module")
+def with_events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
+    w = Walks(tmp_path_factory.mktemp("events"), chosen(request, "test_killed_where_events_are_the_gates", False),
+              SIMCUDA_HIDE="cuStreamWriteValue64,cuStreamWaitValue64")
+    yield w
+    w.close()
+
+
+KILLS = {s: r for s, f, r in WALKED if f == "SIGKILL"}
+
+
+@pytest.mark.parametrize("state, fault, row", WALKED, ids=[f"{s}-{f}" for s, f, _ in WALKED])
+def test_row(walks, state, fault, row):
+    walks.hold(state, fault)
+
+
+@pytest.mark.parametrize("state", HOST)
+def test_killed_with_host_memory_alone(walks, state):
+    """A session without a gate: nothing but the messages says when a call is over."""
+    walks.hold(state, "SIGKILL", host=True)
+
+
+@pytest.mark.parametrize("state", EVENTS)
+def test_killed_where_events_are_the_gates(with_events, state):
+    with_events.hold(state, "SIGKILL")
+
+
+# ---- the parent ends ----
+
+
+def ended(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
+    """Begun with the first test: it has time until the last ones ask for it."""
+    walk = Walk(tmp_path_factory.mktemp("parents"), "parents")
+    yield walk
+    walk.close()
+
+
+@pytest.fixture(scope="module")
+def survivors(parents: Walk) -> dict[str, list[int]]:
+    """By state: what still ran two seconds after the parent of a worker in that state, and of a child of the worker's in a process group
+    of its own, was killed."""
+    walk = parents
+    pids: dict[str, list[int]] = json.loads(walk.line(45))
+    assert not {state: several for state, several in pids.items() if any(map(ended, several))}, "they should all live"
+    walk.end()
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and not all(ended(pid) for several in pids.values() for pid in several):
+        time.sleep(0.005)
+    return {state: [pid for pid in several if not ended(pid)] for state, several in pids.items()}
+
+
+@pytest.mark.parametrize("state", ENDS)
+def test_the_parent_ends(survivors, state):
+    assert survivors[state] == []
+
+
+def test_a_row_that_does_not_hold_is_found(walks):
+    """The walk itself can fail."""
+    place = ("function running", "SIGKILL")
+    assert "the table says Cancelled" in walks.now(*place, Row("Cancelled", [], "new", "outside"))
+    assert "'nothing of the kind' is not in" in walks.now(*place, Row("WorkerDied", ["nothing of the kind"], "new", "outside"))
+    assert "the worker was replaced, the table says kept" in walks.now(*place, Row("WorkerDied", [], "kept", "outside"))
+    assert walks.now(*place, KILLS[place[0]]) == "", "and it goes on"
+
+
+def test_the_summary_counts_right():
+    """docs/reliability.md says how many rows each fault has."""
+    page = (ROOT / "docs" / "reliability.md").read_text().split("\n## Every state, every fault\n")[1].split("\n## ")[0]
+    found = {line[0]: (int(line[2]), int(line[3])) for line in map(cells, re.findall(r"^\| .*\d+ \| \d+ \|.*$", page, re.M))}
+    cannot = {f: sum(fault == f and r.outcome.startswith(CANNOT) for _, fault, r in ROWS) for f in FAULTS}
+    assert found == {f: (sum(fault == f and not r.outcome.startswith((CANNOT, AS)) for _, fault, r in ROWS), cannot[f]) for f in FAULTS}
