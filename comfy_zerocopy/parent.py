@@ -371,12 +371,13 @@ class Worker:
         return self.pid is not None
 
     def status(self) -> dict[str, Any]:
-        """name, pid, alive, state; pools and windows, by device: "proved", or why they are not used; and of the session:
+        """name, pid, alive, state; pools, windows, vmm and copies, by device: "proved", or why they are not used; and of the session:
 
         calls (so far), transfers (buffers that are lent now), kept and kept_bytes (of these, what the worker's code still refers to after
-        its call, and kept_device_bytes of them on GPUs), leased and leased_bytes (what lease() holds), quarantined (buffers not given back before the worker is gone), result_bytes (host results in use), warm_bytes (host
-        memory kept for the next result), input_bytes (host memory that copied inputs lie in), handles (objects of this process that
-        the worker holds handles to; handles to the worker's objects are counted there, not here)."""
+        its call, and kept_device_bytes of them on GPUs), leased and leased_bytes (what lease() holds), quarantined (buffers not given back
+        before the worker is gone), result_bytes (host results in use), warm_bytes (host memory kept for the next result), input_bytes (host
+        memory that copied inputs lie in), handles (objects of this process that the worker holds handles to; handles to the worker's objects
+        are counted there, not here)."""
         s = self._session
         found: dict[str, Any] = {"name": self.name, "pid": self.pid, "alive": self.alive, "state": "closed" if self._closed else "not started",
                                  **(s.pools if s is not None else self._demoted).status()}

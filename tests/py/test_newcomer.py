@@ -167,7 +167,7 @@ def test_what_help_shows() -> None:
     keys = {"calls", "transfers", "kept", "kept_bytes", "kept_device_bytes", "leased", "leased_bytes", "quarantined", "result_bytes", "warm_bytes", "input_bytes", "handles"}
     with zcx.Worker(WORKERS / "plain.py") as w:
         w.call("echo", 1)
-        assert set(w.status()) - keys <= {"name", "pid", "alive", "state", "pools", "windows"} and keys <= set(w.status())
+        assert set(w.status()) - keys <= {"name", "pid", "alive", "state", "pools", "windows", "vmm", "copies"} and keys <= set(w.status())
     assert all(key in (zcx.Worker.status.__doc__ or "") for key in keys)
 
 
