@@ -32,11 +32,11 @@ _COUNT_CHECK = (_C, "    int r = prove_counting(d, &e, m->seed, driver, err);\n"
 _UNCOUNTED = (_C, "    *last = known->count == 1;\n", "    *last = 1;\n")
 
 MUTANTS = (
-    Mutant("ready-not-awaited", "the worker does not wait for READY", (_AWAIT_READY,), "ready", ("race",), "ready_passed", "ready"),
+    Mutant("ready-not-awaited", "the worker does not wait for READY", (_AWAIT_READY,), "ready", ("race", "bytes"), "ready_passed", "ready"),
     Mutant("ready-too-early", "READY is posted by the CPU, before the inputs' work", (
         (_C, _SEND_READY, "        p->gates[i].ready = zcx_gate_next(p->gate, p->gates[i].ready_slot);\n"
                                "        zcx_gate_post_cpu(p->gate, p->gates[i].ready_slot, p->gates[i].ready);\n        r = 0;\n"),),
-           "ready", ("race",), "ready_written", "ready"),
+           "ready", ("race", "bytes"), "ready_written", "ready"),
     Mutant("ready-of-another-stream", "READY of a result comes from a stream that did not allocate it", (
         (_C, "    if (!r) r = zcx_call_gate_ready(p, g, err);\n",
          "    struct zcx_scope other;\n    zcu_stream own = r ? NULL : g->stream;\n    if (!r) r = zcx_scope_open(&other, g->ordinal, err);\n"
@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant("values-repeat", "each use of a slot posts the same value", (
         (_C, "        first = g->slots[slot].announced + ZCX_GATE_STEP;\n        g->slots[slot].announced += n * ZCX_GATE_STEP;\n",
          "        first = ZCX_GATE_STEP;\n        g->slots[slot].announced = n * ZCX_GATE_STEP;\n"),),
-           "ready_again", ("race",), "ready_again_written"),
+           "ready_again", ("race", "bytes"), "ready_again_written"),
     Mutant("no-quarantine", "what a dead worker had is released with WorkerDied", (
         (_C, "        if (p->state == ZCX_BROKEN) t->state = QUARANTINED;\n", "        if (p->state == ZCX_BROKEN) zcx_transfer_release(p, t);\n"),),
            "die", ("race",)),

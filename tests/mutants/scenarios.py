@@ -32,7 +32,7 @@ from comfy_zerocopy.array import Array  # noqa: E402
 N = 70_000
 CALLS = 33  # after so many every slot of the gate's page was used
 #: What a wrong call does at once, and what the right one waits for: it is given so long to do it.
-CHANCE = 0.05
+CHANCE = 0.2
 LIMIT = 10.0
 
 
@@ -144,6 +144,7 @@ def ready(scene: Scene, written: bool = False) -> None:
     until(lambda: future.done() or scene.state() == "calling", "deadline", "the call begins")
     chance(future.done)
     gpu.release()
+    gpu.synchronize()  # the write after a read that was too early is a race, too
     same(future.result(20)[0], 2, "what the worker read")
     scene.shared()
 
