@@ -255,8 +255,8 @@ def _(row):
     row.use()
 
 
-def held(name, point, nth="1", *, parents=False, fresh=False, **options):
-    """A call that stops where at.c can stop it."""
+def held(name, point, nth="1", *, parents=False, fresh=False, complete=False):
+    """A call that stops where at.c can stop it. complete: the parent has all that it waits for."""
     @state(name)
     def _(row):
         stop = row.stop()
@@ -269,8 +269,10 @@ def held(name, point, nth="1", *, parents=False, fresh=False, **options):
             at.faults_arm(rule.encode())
         elif not fresh:
             row.worker.call("arm", rule)
-        row.submit(**options)
+        row.submit()
         row.reach(point, stop.there)
+        if complete:
+            until(row.future.done, "DONE has arrived")
 
 
 held("OFFERING", "recv POOL", fresh=True)
@@ -362,7 +364,7 @@ held("ALLOC asked", "sent ALLOC")
 resting("filling", "filling")
 held("un-importing", "cuMemFreeAsync")
 held("DONE posted", "send RESULT", "2")  # the first is that of the call that arms
-held("RESULT sent", "sent RESULT", "2")
+held("RESULT sent", "sent RESULT", "2", complete=True)
 
 
 @state("KEPT")
