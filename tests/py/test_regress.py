@@ -235,15 +235,15 @@ def script(run: Run, tmp_path: pathlib.Path) -> Callable[..., str]:
 def test_a_cancel_that_crosses_the_answer_to_an_allocation(script):
     """The worker gave up waiting for memory on a device that this call had not met yet: its DONE is due all the same."""
     script("""
-        from comfy_zerocopy import parent
-        allocate = parent.allocate
+        from comfy_zerocopy import ladder
+        allocate = ladder.allocate
         with worker(timeout=None) as w:
             assert from_worker(w) is True
             def slow(*arguments):
                 future.cancel()
                 time.sleep(0.5)
                 return allocate(*arguments)
-            parent.allocate = slow
+            ladder.allocate = slow
             future = w.submit("filled", 5000, 7)
             try:
                 future.result(20)
@@ -251,7 +251,7 @@ def test_a_cancel_that_crosses_the_answer_to_an_allocation(script):
                 pass
             else:
                 raise AssertionError("not cancelled")
-            parent.allocate, pid = allocate, w.pid
+            ladder.allocate, pid = allocate, w.pid
             assert from_worker(w) is True and w.pid == pid, "the worker lives on"
     """)
 
@@ -260,18 +260,18 @@ def test_ready_that_cannot_be_posted_for_a_result_costs_the_rung_only(script):
     """A gate that was made for that result and never told must not be waited for."""
     script("""
         import ctypes, os
-        from comfy_zerocopy import parent
+        from comfy_zerocopy import ladder
         fail = ctypes.CDLL(os.environ["ZCX_LIBCUDA"]).simcuda_fail
-        allocate = parent.allocate
+        allocate = ladder.allocate
         with worker(timeout=10) as w:
             assert from_worker(w) is True
             def then_fail(*arguments):
                 made = allocate(*arguments)
                 fail(b"cuStreamWriteValue64:1:719")
                 return made
-            parent.allocate = then_fail
+            ladder.allocate = then_fail
             assert "cuStreamWriteValue64" in from_worker(w)
-            parent.allocate = allocate
+            ladder.allocate = allocate
             assert from_worker(w) is True
     """)
 
