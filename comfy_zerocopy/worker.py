@@ -226,21 +226,17 @@ class _Worker:
         kind, code, transfer, body = z.ERROR, z.FAILED_EXCEPTION, 0, b""
         kept: list[Any] = []  # handles in the result, until it is sent
         try:
+            imports: dict[int, Any] = {}
             try:
                 imports = self.session.open(buffers, tensor.current_stream)
-            except z.Failure as failure:
-                if failure.code == z.E_UNFIT and hasattr(failure, "transfer"):
-                    kind, transfer, body = z.IMPORT_REFUSED, failure.transfer, str(failure).encode()[:4000]
-                    return
-                raise
-            try:
                 self.memories = {i: self._memory(i, o) for i, o in imports.items()}
             except z.Failure as failure:
                 if failure.code == z.E_UNFIT and hasattr(failure, "transfer"):
                     kind, transfer, body = z.IMPORT_REFUSED, failure.transfer, str(failure).encode()[:4000]
                     return
                 raise
-            del imports
+            finally:
+                del imports  # also of a call that is refused: what it holds would outlive DONE
             body = self._run(data, kept)
             kind, code = z.RESULT, 0
         except BaseException as error:
