@@ -12,7 +12,7 @@ takes the next rung. docs/windows.md lists what is proved.
               of its own, which nobody needs, tries it before any worker does
 
 A lack of memory, or of gate slots, shows nothing about the driver: the check is made again the next time.
-Does not: choose rungs (parent.py does), or touch torch.
+Does not: choose rungs (ladder.py does), or touch torch.
 """
 from __future__ import annotations
 

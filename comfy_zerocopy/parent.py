@@ -1,8 +1,8 @@
 """The parent's side: a Worker is a process whose functions are called with tensors that do not get copied.
 
 A call lends its inputs, allocates each result when the worker asks for it, and returns when the parent's CPU has seen that the
-worker's GPU work is complete: what comes back is ordinary memory of this process. Which way a tensor crosses is chosen here,
-per tensor, by what its memory is (`_lend`), and every transfer is reported with its rung and the reason if it was a copy.
+worker's GPU work is complete: what comes back is ordinary memory of this process. Which way a tensor crosses is chosen
+per tensor, by what its memory is (ladder.py), and every transfer is reported with its rung and the reason if it was a copy.
 Does not: order GPU work or free memory (the session in C does), start processes (process.py does), swap pools (_install does).
 """
 from __future__ import annotations
@@ -602,7 +602,6 @@ class Worker:
             raise RemoteError(kind, f"worker {self.name}: importing {self._target} failed: {message}", text)
         self._session = s
         return s
-
 
 
 def _seconds(timeout: Any) -> float | None:

@@ -1,6 +1,6 @@
 /* canary.h: the start-up check's marks: small patterns at known places of a large allocation, written late and read back.
  *
- * Both ends of a session use it (xfer_parent.c, xfer_worker.c): one writes marks made from a seed behind work that takes a
+ * Both ends of a session use it (xfer_prove.c, xfer_check.c): one writes marks made from a seed behind work that takes a
  * while, posts its gate, and the other must see them, every one, as soon as the gate lets it through. So the check fails when
  * an import shows other memory, when a gate lets through too early, and when windows do not join.
  * Does not: import, gate, or send; keep device memory. */

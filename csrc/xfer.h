@@ -81,7 +81,8 @@ int zcx_parent_step(struct zcx_parent *p, int64_t deadline, struct zcx_event *ev
 int zcx_parent_offer(struct zcx_parent *p, int ordinal, struct zcx_pool *pool, unsigned *index, int *accepted, struct zcx_err *err);
 
 /* Start a check of canary.h on an accepted device: memory is taken (of the pool; of `arena` for ZCX_PROVE_VMM and _READ), marks are
- * written late, the worker is asked. (ZCX_PROVE_WINDOW takes none of either.) ZCX_EV_PROVED comes when DONE was seen and the worker's own marks were read back. One at a time.
+ * written late, the worker is asked. (ZCX_PROVE_WINDOW takes none of either, but pinned host memory.) ZCX_EV_PROVED comes when DONE was
+ * seen and the worker's own marks were read back. One at a time.
  * What it shows of windows is remembered: until ZCX_PROVE_WINDOWS held, the pool rung refuses allocations above the limit. */
 int zcx_parent_prove(struct zcx_parent *p, unsigned device, uint32_t step, struct zcx_arena *arena, struct zcx_err *err);
 
@@ -94,8 +95,8 @@ int zcx_parent_begin(struct zcx_parent *p, uint64_t max_result_bytes, uint64_t *
 int zcx_parent_lease(struct zcx_parent *p, struct zcx_err *err);
 
 /* Lend device memory at [ptr, ptr + nbytes), by rung: ZCX_RUNG_POOL, of the device's pool; ZCX_RUNG_VMM, of an arena of ours or of whoever
- * made it with cuMemCreate and exportable handles (read-only for the worker, unless it is `private`: a copy made for this call). `stream` is where READY is posted for this device (one per
- * device and call: the first one given counts; a stream that captures is refused with -ZCX_E_UNFIT). -ZCX_E_UNFIT: not on this rung. */
+ * made it with cuMemCreate and exportable handles (read-only for the worker, unless it is `private`: a copy made for this call). `stream`
+ * is where READY is posted for this device (one per device and call: the first one given counts; a stream that captures is refused with -ZCX_E_UNFIT). -ZCX_E_UNFIT: not on this rung. */
 int zcx_parent_lend_device(struct zcx_parent *p, unsigned device, enum zcx_rung rung, zcu_ptr ptr, uint64_t nbytes, int private, zcu_stream stream,
                            void *owner, uint64_t *id, struct zcx_err *err);
 /* Let device memory cross by a copy through a window (ring.h): the parts, back to back, as one buffer of `nbytes` that the worker keeps as its own.
@@ -188,7 +189,7 @@ struct zcx_work {
     const unsigned char *tree;
     size_t tree_bytes;
 };
-/* The next thing to do. Handles GATE, POOL, SEGMENT and PING itself; watches the GPU work of the last call; unmaps what was
+/* The next thing to do. Handles itself what tells of gates, devices and memory, checks, and PING; watches the GPU work of the last call; unmaps what was
  * dropped while idle. 0: *work; 2: a signal; -ZCX_E_DIED: the parent is gone; -ZCX_E_CUDA: the GPU faulted (the parent was
  * told: exit). */
 int zcx_worker_next(struct zcx_worker *w, struct zcx_work *work, struct zcx_err *err);

@@ -41,10 +41,9 @@ static int prove_again(struct device *d, const struct zcx_export *e, uint64_t se
     return r ? r : undone;
 }
 
-static int prove_pool(struct zcx_worker *w, struct device *d, const struct zcx_prove *m, const struct zcx_driver *driver, struct zcx_err *err) {
+static int prove_pool(struct device *d, const struct zcx_prove *m, const struct zcx_driver *driver, struct zcx_err *err) {
     struct zcx_export e = {.buffer_id = m->buffer.key, .alloc_bytes = m->buffer.alloc_bytes, .offset = m->buffer.offset, .window = m->buffer.window};
     memcpy(e.blob, m->buffer.blob, sizeof e.blob);
-    (void)w;
     int r = prove_counting(d, &e, m->seed, driver, err);
     return r ? r : prove_again(d, &e, m->seed, driver, err);
 }
@@ -111,7 +110,7 @@ int zcx_worker_take_proof(struct zcx_worker *w, struct zcx_err *err) {
     if (r) return r;
     int seen = zcx_gate_await(w->gate, d->ordinal, m.gate.ready_slot, m.gate.ready, d->gate_stream, &why);
     if (!seen) seen = m.step == ZCX_PROVE_WINDOW ? prove_window(w, d, &m, scope.d, &why)
-                         : m.step >= ZCX_PROVE_VMM ? prove_slab(w, d, &m, scope.d, &why) : prove_pool(w, d, &m, scope.d, &why);
+                         : m.step >= ZCX_PROVE_VMM ? prove_slab(w, d, &m, scope.d, &why) : prove_pool(d, &m, scope.d, &why);
     if (seen) snprintf(reason, sizeof reason, "%s%s%s%s%s", why.call ? why.call : "", why.call ? ": " : "",
                        why.cuda ? zcx_driver_error_name(why.cuda) : "", why.cuda ? ", " : "", why.text);
     r = zcx_device_join(scope.d, d, err); /* windows of an import that failed half way are given up on another stream */

@@ -1,4 +1,4 @@
-/* xfer_lend.c: what a worker is lent: the table of transfers, the gates of a call, segments. See xfer_parent.h.
+/* xfer_lend.c: what a worker is lent: the table of transfers, the gates of a call, slabs and segments. See xfer_parent.h.
  *
  * Does not: receive anything, or decide when a call is over (xfer_parent.c does). */
 #include "xfer_parent.h"
@@ -298,9 +298,7 @@ int zcx_parent_send_slab(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uin
             return r;
         }
     }
-    pthread_mutex_lock(&p->lock);
     s->uses++;
-    pthread_mutex_unlock(&p->lock);
     *offset = ptr - base;
     *out = s;
     return 0;

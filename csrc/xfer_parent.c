@@ -43,6 +43,7 @@ int zcx_parent_wrong_state(const struct zcx_parent *p, const char *what, struct 
     if (p->state == ZCX_BROKEN) return zcx_fail(err, ZCX_E_DIED, "the session is over");
     return zcx_fail(err, ZCX_E_RANGE, "%s is not possible in state %d of the session", what, (int)p->state);
 }
+
 int zcx_parent_new(struct zcx_parent **out, struct zcx_files *files, int sock_fd, int control_fd, int pidfd, struct zcx_err *err) {
     int r;
     struct zcx_parent *p = calloc(1, sizeof *p);

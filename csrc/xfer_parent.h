@@ -61,8 +61,8 @@ struct window {
 struct ring {
     struct zcx_ring core;
     struct zcx_ring_part *parts;
-    struct window *window;      /* NULL: */
-    struct zcx_block *block;    /* owned */
+    struct window *window;      /* of pinned memory; NULL: it is the block */
+    struct zcx_block *block;    /* owned, of the arena; NULL: it is the window */
     int ended;                  /* its slots are given back, and nothing of it is outstanding */
     int complete;               /* all pieces were queued here before it ended */
 };
