@@ -2,8 +2,8 @@
 
 `look(o)` tells where an object's elements lie; `build(...)` makes a torch tensor, a numpy array or an Array over memory that
 something else owns. Bytes travel, dtypes travel by name: no library's own export is needed for bf16 or fp8.
-The only file that uses torch; it never imports it on its own account (torch is used where it is loaded already, or where a
-tensor arrives that can only be one). numpy likewise. Does not: know sessions or choose rungs.
+Torch is never imported on our own account: it is used where it is loaded already, or where a tensor arrives that can only be one.
+numpy likewise. Does not: know sessions or choose rungs.
 """
 from __future__ import annotations
 
