@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import datetime
 import gc
 import importlib.util
@@ -32,7 +33,8 @@ from pattern import NOISE
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 #: How much more there may be at the end: an allocator keeps some of what it once had, and so do a pool and a context on a card.
-SLACK = {"memory": 32 << 20, "shared memory": 32 << 20, "vram of cuda:0 outside": 64 << 20, "vram of cuda:1 outside": 64 << 20, "pool of": 512 << 20}
+SLACK = {"memory": 32 << 20, "shared memory": 32 << 20, "vram of cuda:0 outside": 64 << 20, "vram of cuda:1 outside": 64 << 20, "pool of": 512 << 20,
+         "simulated events": 64}  # an arena keeps as many for its next blocks
 KEPT = 3  # tensors that a worker keeps at most
 
 
@@ -86,7 +88,7 @@ class Stage:
 
     def __init__(self, rung: str, gpu: str, workers: int, seed: int, largest: int = pattern.LONGEST, live: int = 24) -> None:
         import comfy_zerocopy as zcx
-        from comfy_zerocopy import array, canary, parent, tensor
+        from comfy_zerocopy import _install, array, canary, parent, tensor
         from comfy_zerocopy._native import zcx as core
 
         self.zcx, self.core, self.array, self.parent, self.tensor = zcx, core(), array, parent, tensor
@@ -97,6 +99,8 @@ class Stage:
             self.devices = [d["ordinal"] for d in self.core.driver()["devices"] if d["posix_fd_pools"]][:2]
             if not self.devices:
                 raise SystemExit("no GPU here has memory pools that can be exported")
+        #: A quarter of the GPU tensors is memory of ours, which workers map without the right to write.
+        self.arenas = {d: _install.arena_for(d) for d in self.devices if d is not None}
         self.rng = random.Random(seed)
         self.lock = threading.Lock()
         self.live: list[Live] = []
@@ -119,11 +123,14 @@ class Stage:
         n = pattern.some_size(rng, self.largest) if nbytes is None else nbytes
         at = pattern.some_place(rng, n)
         if device is None:
-            import ctypes
-
             data = bytearray(NOISE[at:at + n])
             return Live(self.array.Array(data, ctypes.addressof(ctypes.c_char.from_buffer(data)), (n,), "uint8"), at, n)
-        x = self.zcx.empty((n,), "uint8", f"cuda:{device}")
+        arena = self.arenas.get(device)
+        if arena is not None and rng.random() < 0.25:
+            memory = self.array.ArenaMemory(arena, n, False)
+            x = self.tensor.Memory(memory, memory.address, n, device).build(self.tensor.TORCH, 0, "uint8", (n,), (1,), 0)
+        else:
+            x = self.zcx.empty((n,), "uint8", f"cuda:{device}")
         self.plain(x).copy_from(NOISE[at:at + n])
         return Live(x, at, n)
 
@@ -195,16 +202,19 @@ class Stage:
         for s in list(self.parent._all):
             s.parent.rest()  # what is kept for speed while calls come in
         self.zcx.reclaim()
+        for arena in filter(None, self.arenas.values()):
+            self.until(lambda arena=arena: arena.usage()["taken"] == 0, "all memory of the arena is given back")
+            self.until(lambda arena=arena: not arena.trim(True)[0], "no memory of the arena waits for the GPU")
+        ctypes.CDLL(None).malloc_trim(0)
         found = {"descriptors": pattern.descriptors(), "threads": pattern.threads(), "mappings": pattern.mappings(), "memory": pattern.resident()[0],
-                 "shared memory": pattern.resident()[1], "shm": len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0, **pattern.count()}
+                 "shared memory": pattern.resident()[1], "shm": len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0, **pattern.count(),
+                 **{f"arena of cuda:{d}": a.usage()["mapped"] for d, a in self.arenas.items() if a is not None}}
         if self.gpu == "card":
             found.update(self.vram())
         return found
 
     def vram(self) -> dict[str, int]:
         """What cuMemGetInfo says is in use, of all processes; less what our pools hold, because a pool keeps what it once had."""
-        import ctypes
-
         from comfy_zerocopy import _install
 
         cuda, context, free, total = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
