@@ -17,7 +17,7 @@ class Mutant(NamedTuple):
     scenario: str  # of scenarios.py
     by: tuple[str, ...]  # who may catch it there: "race", "fault" (both: the simulated driver), "bytes", "invariant", "deadline", "check"
     quiet: str = ""  # a scenario in which the bytes come out right all the same: a race has to be seen there
-    card: str = ""  # a scenario of tests/gpu/test_mutants.py
+    card: str = ""  # a scenario of tests/gpu/test_mutants_on_card.py
 
 
 _C = "csrc"  # whichever of its files has the text
