@@ -34,6 +34,7 @@ from comfy_zerocopy.array import Array
 
 HERE = pathlib.Path(__file__).resolve().parent
 SECONDS = 15.0  # for what must happen at once
+DEMOTED = os.environ.get("FAULTS_DEMOTED")  # what the driver refuses every worker, so that another rung is taken
 N = 5000  # bytes of an array; many share one chunk of the driver's
 EXIT, CLOSE = signal.SIGRTMIN + 3, signal.SIGRTMIN + 4
 sim = ctypes.CDLL(os.environ["ZCX_LIBCUDA"])
@@ -121,7 +122,7 @@ class Stop:
 
 
 def new_worker(**env):
-    own = {"LD_PRELOAD": os.environ["FAULTS_LIBRARY"], "FAULTS": "", "FAULTS_IMPORT": None, **env}
+    own = {"LD_PRELOAD": os.environ["FAULTS_LIBRARY"], "FAULTS": "", "FAULTS_IMPORT": None, "SIMCUDA_FAIL": DEMOTED, **env}
     return zcx.Worker(HERE / "worker.py", name=f"walked {next(numbers)}", timeout=40, env=own)
 
 
@@ -183,7 +184,7 @@ class Row:
         self.freed()
         at.faults_arm(b"")
         if self.worker._env:
-            self.worker._env.update(FAULTS="", FAULTS_RAISE=None, SIMCUDA_FAIL=None)
+            self.worker._env.update(FAULTS="", FAULTS_RAISE=None, SIMCUDA_FAIL=DEMOTED)
 
     def close(self):
         self.release()

@@ -27,7 +27,7 @@ def rest(path):
     if path:
         open(path + ".there", "w").close()
         while not os.path.exists(path + ".go"):
-            time.sleep(0.002)
+            time.sleep(0.01)
 
 
 rest(os.environ.get("FAULTS_IMPORT"))

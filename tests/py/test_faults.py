@@ -31,6 +31,9 @@ FAULTS = ("SIGKILL", "SIGSEGV", "os._exit", "socket closed", "SIGSTOP", "timeout
           "memfd full", "memory")
 CANNOT, AS = "cannot happen: ", "as "
 HOST = ("PREPARING", "CALLING", "RETURNED", "function running", "ALLOC asked", "filling", "DONE posted", "RESULT sent", "KEPT", "lease held")
+REFUSED = {"arena": "cuMemPoolImportPointer:1:999", "copies": "cuMemPoolImportPointer:1:999,cuMemImportFromShareableHandle:1:801+"}
+LOWER = [("arena", s) for s in ("CALLING", "function running", "filling", "DONE posted", "KEPT", "lease held")] + \
+        [("copies", s) for s in ("CALLING", "function running", "filling", "DONE posted")]
 EVENTS = ("CALLING", "RETURNING", "un-importing", "DONE posted")  # where gates matter
 
 
@@ -161,10 +164,11 @@ class Walks:
             w.close()
 
 
-def chosen(request: pytest.FixtureRequest, name: str, *more: object) -> list[tuple[object, ...]]:
+def chosen(request: pytest.FixtureRequest, name: str, *more: object, **only: str) -> list[tuple[object, ...]]:
     """The rows of the tests of that name that this run has."""
     parameters = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == name and item.path == pathlib.Path(__file__)]
-    return [(p["state"], p.get("fault", "SIGKILL"), p.get("row") or KILLS[p["state"]], *more) for p in parameters]
+    return [(p["state"], p.get("fault", "SIGKILL"), p.get("row") or KILLS[p["state"]], *more) for p in parameters
+            if only.items() <= p.items()]
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +184,15 @@ def with_events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
               SIMCUDA_HIDE="cuStreamWriteValue64,cuStreamWaitValue64")
     yield w
     w.close()
+
+
+@pytest.fixture(scope="module")
+def lower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Walks]]:
+    made = {rung: Walks(tmp_path_factory.mktemp(rung), chosen(request, "test_killed_on_a_lower_rung", False, rung=rung), FAULTS_DEMOTED=refused)
+            for rung, refused in REFUSED.items()}
+    yield made
+    for w in made.values():
+        w.close()
 
 
 KILLS = {s: r for s, f, r in WALKED if f == "SIGKILL"}
@@ -199,6 +212,12 @@ def test_killed_with_host_memory_alone(walks, state):
 @pytest.mark.parametrize("state", EVENTS)
 def test_killed_where_events_are_the_gates(with_events, state):
     with_events.hold(state, "SIGKILL")
+
+
+@pytest.mark.parametrize("rung, state", LOWER)
+def test_killed_on_a_lower_rung(lower, rung, state):
+    """Results in the arena, inputs copied into it; or both through pinned memory of the host's."""
+    lower[rung].hold(state, "SIGKILL")
 
 
 # ---- the parent ends ----
