@@ -105,11 +105,12 @@ def fault():
 
 @expose
 def child(folder):
-    """A child in a process group of its own, which holds what it inherited for as long as the folder is there."""
+    """A child in a process group of its own, which holds what it inherited for as long as the folder is there, or ten minutes."""
     pid = os.fork()
     if not pid:
         os.setpgid(0, 0)
-        while os.path.isdir(folder):
+        end = time.monotonic() + 600
+        while os.path.isdir(folder) and time.monotonic() < end:
             time.sleep(0.02)
         os._exit(0)
     return pid
