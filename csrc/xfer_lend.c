@@ -281,6 +281,7 @@ int zcx_parent_send_slab(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uin
     for (s = p->slabs; s && !(s->memory == memory && s->device == device && s->writable == writable && (s->stays || s->seq == p->seq)); s = s->next) {}
     if (s) {
         zcx_slab_unref(memory);
+        s->uses++;
     } else {
         s = calloc(1, sizeof *s);
         if (!s) {
@@ -288,7 +289,7 @@ int zcx_parent_send_slab(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uin
             return zcx_fail(err, ENOMEM, "no memory for a slab");
         }
         *s = (struct slab){.next = p->slabs, .memory = memory, .id = ++p->next_slab, .seq = p->seq, .device = device, .writable = writable,
-                           .stays = zcx_slab_shared(memory)};
+                           .stays = zcx_slab_shared(memory), .uses = 1}; /* already: a RELEASE that is heard meanwhile trims what has none */
         p->slabs = s;
         for (uint32_t piece = 0; piece < zcx_slab_pieces(memory) && !r; piece++) r = send_piece(p, s, piece, err);
         if (r) {
@@ -298,7 +299,6 @@ int zcx_parent_send_slab(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uin
             return r;
         }
     }
-    s->uses++;
     *offset = ptr - base;
     *out = s;
     return 0;

@@ -75,7 +75,9 @@ static void *serve(void *arg) {
             CHECK(zcx_slab_msg_decode(packet + ZCX_HEADER_BYTES, h.length, &slab, NULL) == 0);
             if (!(slab.flags & ZCX_SLAB_ANSWER)) break;
             if (manner == TALKS) {
+                struct zcx_release none = {0};
                 progress(seq);
+                say(ZCX_RELEASE, 0, 0, body, zcx_release_encode(&none, body, sizeof body, NULL));
                 say(ZCX_HANDLE_DROP, 0, 5, NULL, 0);
             }
             while (manner == FLOODS)
@@ -163,14 +165,14 @@ static void flooded(int result) {
 }
 
 CASE(pieces_are_taken) { taken(PROMPT, 0); }
-CASE(a_worker_may_let_go_of_handles_before) { taken(TALKS, 0); }
+CASE(a_worker_may_let_go_of_handles_and_buffers_before) { taken(TALKS, 0); }
 CASE(a_worker_may_report_progress_while_it_is_told_of_a_result) { taken(TALKS, 1); }
 CASE(a_flood_breaks_the_session_before_the_call_is_sent) { flooded(0); }
 CASE(a_flood_breaks_the_session_while_the_call_runs) { flooded(1); }
 
 int main(void) {
     RUN(pieces_are_taken);
-    RUN(a_worker_may_let_go_of_handles_before);
+    RUN(a_worker_may_let_go_of_handles_and_buffers_before);
     RUN(a_worker_may_report_progress_while_it_is_told_of_a_result);
     RUN(a_flood_breaks_the_session_before_the_call_is_sent);
     RUN(a_flood_breaks_the_session_while_the_call_runs);
