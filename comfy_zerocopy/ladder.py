@@ -156,11 +156,14 @@ class Ladder:
         return {i: Lent(number, offsets[i], rung, why, True) for i, (_, _, why) in enumerate(groups)}
 
     def _window(self, device: int) -> Any:
+        z = _native.zcx()
         if self.slabs(device)[0] is None:
             return None
         try:
-            return _install.arena_for(device).take(_native.zcx().RING_BYTES, False)
-        except _native.zcx().Failure:
+            return _install.arena_for(device).take(z.RING_BYTES, False)
+        except z.Failure as failure:
+            if failure.cuda != canary.OUT_OF_MEMORY:
+                raise
             return None
 
     # ---- results ----
@@ -267,7 +270,7 @@ def _why_not_shareable(info: dict[str, Any]) -> str:
         mode = _install.status().mode
         return ("it was allocated before the pools were swapped" if mode == "swap"
                 else f"in mode {mode} tensors are not allocated from a pool that can be exported: COMFY_ZEROCOPY=swap does that")
-    return "torch's native allocator made it; sharing that is not supported yet"
+    return "torch's native allocator made it, in memory that cannot be shared"
 
 
 def allocate(ordinal: int, nbytes: int, pool: Any, stream: Any) -> tuple[Any, int]:

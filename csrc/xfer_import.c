@@ -136,12 +136,13 @@ int zcx_worker_take_slab(struct zcx_worker *w, struct zcx_err *err) {
     struct slab *s = zcx_worker_slab(w, id);
     int r = zcx_slab_msg_decode(w->msg.body, w->msg.header.length, &m, err);
     if (r) return r;
-    if (m.pool >= ZCX_MAX_DEVICES || !w->devices[m.pool].open || w->msg.nfds != 1 || (s ? s->next_piece != m.piece : m.piece != 0))
+    if (m.pool >= ZCX_MAX_DEVICES || !w->devices[m.pool].open || w->msg.nfds != 1 || (s ? s->next_piece != m.piece || s->npieces != m.npieces || s->bytes != m.bytes || s->device != m.pool : m.piece != 0))
         return zcx_fail(err, ZCX_E_PROTOCOL, "piece %u of slab %llu out of turn", m.piece, (unsigned long long)id);
     if (!s) {
         s = calloc(1, sizeof *s);
         if (!s) return zcx_fail(err, ENOMEM, "no memory for a slab");
-        *s = (struct slab){.next = w->slabs, .id = id, .device = m.pool, .writable = m.flags & ZCX_SLAB_WRITABLE, .stays = m.flags & ZCX_SLAB_STAYS};
+        *s = (struct slab){.next = w->slabs, .id = id, .device = m.pool, .writable = m.flags & ZCX_SLAB_WRITABLE, .stays = m.flags & ZCX_SLAB_STAYS,
+                           .npieces = m.npieces, .bytes = m.bytes};
         w->slabs = s;
         if (zcx_vmm_new(&s->vmm, w->devices[m.pool].ordinal, m.bytes, m.npieces, s->writable, &why)) give_up(s, &why);
     }

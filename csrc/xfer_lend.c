@@ -206,10 +206,14 @@ static int slab_buffer(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uint6
 int zcx_transfer_of_device(struct zcx_parent *p, unsigned device, enum zcx_rung rung, zcu_ptr ptr, uint64_t nbytes, uint8_t flags, zcu_stream stream,
                            struct transfer *t, struct call_gate **gate, struct zcx_err *err) {
     if (device >= p->ndevices || p->devices[device].accepted != 1) return zcx_fail(err, ZCX_E_RANGE, "device %u was not accepted by the worker", device);
-    int r = zcx_transfer_reserve(p, err);
-    if (!r) r = zcx_call_gate_of(p, device, stream, gate, err);
+    int r = zcx_call_gate_of(p, device, stream, gate, err);
     if (!r) r = rung == ZCX_RUNG_POOL ? pool_buffer(p, device, ptr, nbytes, t, err) : slab_buffer(p, device, ptr, nbytes, flags != 0, t, err);
-    if (r) return r;
+    if (!r) r = zcx_transfer_reserve(p, err); /* last: while a slab is told of, what the worker says may take room */
+    if (r) {
+        if (t->slab) t->slab->uses--;
+        t->slab = NULL;
+        return r;
+    }
     t->ptr = ptr;
     t->wire.flags = flags;
     return 0;

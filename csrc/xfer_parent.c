@@ -672,6 +672,7 @@ void zcx_parent_gone(struct zcx_parent *p) {
     for (unsigned i = 0; i < p->ndevices; i++)
         for (unsigned k = 0; k < ZCX_PROVE_STEPS; k++) {
             struct device *d = &p->devices[i];
+            if (d->doubted[k].window) d->doubted[k].window->busy = 0;
             if (d->doubted[k].block) zcx_block_put(d->doubted[k].block);
             else if (d->doubted[k].memory) zcx_pool_free(d->pool, d->doubted[k].memory, NULL, NULL);
             memset(&d->doubted[k], 0, sizeof d->doubted[k]);

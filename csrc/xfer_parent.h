@@ -76,6 +76,7 @@ struct device {
     struct {
         zcu_ptr memory;
         struct zcx_block *block;
+        struct window *window;
     } doubted[ZCX_PROVE_STEPS]; /* memory of checks that failed although DONE was seen, by step */
 };
 

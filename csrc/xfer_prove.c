@@ -61,7 +61,7 @@ void zcx_proof_end(struct zcx_parent *p) {
         zcx_scope_close(&scope);
     }
     if (f->slab) f->slab->uses--;
-    if (f->window && !f->failed) f->window->busy = 0; /* else the worker may write to it yet: it serves nobody else */
+    if (f->window && !f->failed) f->window->busy = 0; /* else the worker may write to it yet */
     memset(f, 0, sizeof *f);
     zcx_parent_trim_slabs(p, 0);
 }
@@ -131,11 +131,14 @@ int zcx_proof_seen(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *e
         f->failed = r != 0;
         if (r) snprintf(f->reason, sizeof f->reason, "what the worker wrote did not arrive: %.180s", why.cuda ? zcx_driver_error_name(why.cuda) : why.text);
     }
-    if (f->failed && !f->window) { /* DONE came too early, or an un-import failed: the worker may reach that memory yet */
-        d->doubted[f->step - 1].memory = f->memory;
-        d->doubted[f->step - 1].block = f->block;
-        f->memory = 0;
-        f->block = NULL;
+    if (f->failed) { /* DONE came too early, or an un-import failed: the worker may reach that memory yet */
+        d->doubted[f->step - 1].window = f->window;
+        if (!f->window) {
+            d->doubted[f->step - 1].memory = f->memory;
+            d->doubted[f->step - 1].block = f->block;
+            f->memory = 0;
+            f->block = NULL;
+        }
     }
     if (f->step == ZCX_PROVE_WINDOWS) d->windows = f->failed ? ZCX_WINDOWS_NO : ZCX_WINDOWS_YES;
     ev->kind = ZCX_EV_PROVED;

@@ -48,7 +48,7 @@ free_w:
 void zcx_worker_free(struct zcx_worker *w) {
     int driver_holds = 0;
     if (!w) return;
-    for (unsigned k = 0; k < ZCX_MAX_DEVICES; k++) driver_holds |= w->devices[k].pool != NULL;
+    for (unsigned k = 0; k < ZCX_MAX_DEVICES; k++) driver_holds |= w->devices[k].open;
     if (!driver_holds) zcx_gate_free(w->gate);
     if (w->has_msg) zcx_msg_free(&w->msg);
     zcx_sock_close(&w->sock);

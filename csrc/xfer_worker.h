@@ -41,7 +41,8 @@ struct slab {
     uint64_t id;
     unsigned device;
     int writable, stays;
-    uint32_t next_piece, uses;   /* uses: imports in it */
+    uint32_t next_piece, npieces, uses; /* uses: imports in it */
+    uint64_t bytes;
     struct zcx_vmm *vmm;         /* NULL: it could not be mapped */
     char why[200];
 };

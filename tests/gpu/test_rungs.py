@@ -25,11 +25,12 @@ def in_arena(nbytes):
 
 def unshareable(nbytes):
     """A tensor of the pool that torch had before the swap: nothing can export it."""
-    _install._here.stop()
+    pool = _install.pool_for(0)
+    pool.restore(_install._here.displaced[0])
     try:
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     finally:
-        zcx.install("swap")
+        pool.make_current()
 
 
 def free():
