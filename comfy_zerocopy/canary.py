@@ -137,7 +137,9 @@ class Pools(Verdicts):
     def open_copies(self, parent: Any, ordinal: int, until: Until) -> str:
         """ "" once copies may go through pinned memory, else why not. The device is open."""
         if ordinal not in self.copies:
+            # Twice: pinning takes longer than the parent's late work, so that the first one could not see a gate that opens too early.
             why = self._check(parent, ordinal, zcx().PROVE_WINDOW, self.demoted.copies, until)
+            why = why or self._check(parent, ordinal, zcx().PROVE_WINDOW, self.demoted.copies, until)
             if not why or _shows_something(why):
                 self.copies[ordinal] = why
             if why:

@@ -894,6 +894,8 @@ class _Call:
 
     def _stop(self) -> bool:
         """Cancel in the worker and wait for its answer, at most the grace; True: it had to be ended."""
+        if self.parent.state == "returned":  # the answer was here already when the signal came
+            return False
         try:
             self.parent.cancel(self.seq)
             if not self.session.pools.unfinished and self.parent.run(_ns(time.monotonic() + _GRACE), self._on_event_late) is not None:
@@ -1095,9 +1097,10 @@ class _Running(concurrent.futures.Future):  # type: ignore[type-arg]
         self._call: _Call | None = None
         self._wanted = False
 
-    def bind(self, call: _Call) -> None:
+    def bind(self, call: _Call | None) -> None:
+        """None: it is over, and what it was called with is not kept by who keeps the future."""
         self._call = call
-        if self._wanted:
+        if call is not None and self._wanted:
             call.wanted_cancel = True
 
     def cancel(self) -> bool:
@@ -1107,8 +1110,9 @@ class _Running(concurrent.futures.Future):  # type: ignore[type-arg]
         if self.done():
             return False
         self._wanted = True
-        if self._call is not None:
-            self._call.cancel()
+        call = self._call
+        if call is not None:
+            call.cancel()
         return True
 
     def result(self, timeout: float | None = None) -> Any:
@@ -1161,8 +1165,10 @@ class _Queue:
                 try:
                     value = owner._call(function, args, kwargs, timeout, streams, future)
                 except BaseException as error:
+                    future.bind(None)
                     future.set_exception(error)
                 else:
+                    future.bind(None)
                     future.set_result(value)
                     del value
             del owner, future, args, kwargs, streams

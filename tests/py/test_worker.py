@@ -945,3 +945,37 @@ def link(fd):
         for fd in held:
             os.close(fd)
     assert len(pipes) == 1 and pipes[0] < later, (pipes, later)
+
+
+def test_an_interrupt_that_comes_with_the_answer(start):
+    """The call was over: the worker has nothing to stop, and the next call finds it."""
+    class Late:
+        def __init__(self, inner):
+            self.inner, self.armed = inner, True
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def run(self, *arguments):
+            got = self.inner.run(*arguments)
+            if self.armed and got is not None:
+                self.armed = False
+                raise KeyboardInterrupt
+            return got
+
+    w = start("plain")
+    w.call("echo", 1)
+    session, pid = w._session, w.pid
+    session.parent = Late(session.parent)
+    with pytest.raises(KeyboardInterrupt):
+        w.call("echo", 1)
+    assert w.call("echo", 2) == 2 and w.pid == pid
+
+
+def test_a_future_that_is_over_keeps_nothing_of_its_call(start):
+    w = start("plain")
+    futures = [w.submit("echo", 1), w.submit("no such function")]
+    assert futures[0].result(60) == 1
+    with pytest.raises(zcx.Error):
+        futures[1].result(60)
+    assert [f._call for f in futures] == [None, None]
