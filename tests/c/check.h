@@ -38,9 +38,21 @@ static inline int check_fds(void) {
     return n;
 }
 
+/* Cases that cannot be where this runs (under valgrind): names in $CHECK_SKIP, each with a space before and behind it. */
+static inline int check_skipped(const char *name) {
+    const char *list = getenv("CHECK_SKIP");
+    char key[128];
+    snprintf(key, sizeof key, " %s ", name);
+    return list && strstr(list, key);
+}
+
 /* Run one case: says its name, and that it left no descriptor behind. */
 #define RUN(test)                                                              \
     do {                                                                       \
+        if (check_skipped(#test)) {                                            \
+            printf("skipped %s\n", #test);                                     \
+            break;                                                             \
+        }                                                                      \
         int check_before = check_fds();                                        \
         test();                                                                \
         CHECK(check_fds() == check_before, "descriptors left by " #test);      \

@@ -168,7 +168,7 @@ CALL(StreamWaitEvent, 3020, zcu_stream stream, zcu_event event, unsigned flags) 
     return ZCU_SUCCESS;
 }
 
-struct event_handle { uint64_t magic, generation; int32_t slot; };
+struct event_handle { uint64_t magic, generation; int64_t slot; }; /* without padding: all bytes travel, and none is unset */
 
 CALL(IpcGetEventHandle, 4010, zcu_ipc_event *out, zcu_event event) {
     ENTER(IpcGetEventHandle);
