@@ -54,7 +54,7 @@ def child(rung: str, end: str, seed: str, marker: str, told: int) -> None:
     one = stage.new(rng, stage.devices[0], 300_000)
     assert busy.call("check", (one.tensor, one.at)) == []  # what it forks from here on inherits what it holds of the driver
     members = busy.call("family")
-    busy.submit("buried", one.tensor, rng.choice(("lock", "pow")), marker)
+    busy.submit("buried", one.tensor, rng.choice(("lock", "lock", "lock", "pow")), marker)
     calls = [mix.Calls(stage, f"{seed} thread {i}") for i in range(3)]
     calls[0].check(other)  # starts it
     begun = time.monotonic()
