@@ -2,11 +2,11 @@
 
     python tests/race/kill.py --moments 1000 --rung host|pool [--seed N] [--json FILE]
 
-A moment: every thread makes some calls, and one worker is killed after a delay that is uniform over the time such calls take (as
-measured before). At once memory is allocated and filled, to take what was given back too early, and every byte of every live tensor is
-compared; again when the calls have ended and the worker is gone. A call must end within the deadline: with its right result, or, if
-it was of the killed worker, in WorkerDied. Some workers leave a child that holds what they held for a while: the memory must wait for
-it, and on a GPU queued work goes on. At the end descriptors, threads, mappings and memory are what they were.
+A moment: every thread makes some calls, and one worker (that is called, if one is) is killed after a delay that is uniform over the
+time such calls take, as measured before. At once memory is allocated and filled, to take what was given back too early, and every byte
+of every live tensor is compared; again when the calls have ended and the worker is gone. A call must end within the deadline: with its
+right result, or, if it was of the killed worker, in WorkerDied. Some workers leave a child that holds what they held for a while: the
+memory must wait for it, and on a GPU queued work goes on. At the end descriptors, threads, mappings and memory are what they were.
 
 `--rung pool` uses a card where one is (torch too, where it is installed), else the simulated driver. Exit status 0: nothing was wrong.
 """
@@ -145,8 +145,8 @@ class Race:
         begun = time.monotonic()
         futures = self._start()
         time.sleep(max(0.0, begun + delay - time.monotonic()))  # the moment itself: nothing is awaited by it
-        victims = [w.pid for w in stage.workers]
-        pid = rng.choice([p for p in victims if p is not None] or [None])
+        victims = [(w.pid, w._turn.held) for w in stage.workers if w.pid is not None]
+        pid = rng.choice([pid for pid, called in victims if called] or [pid for pid, _ in victims] or [None])
         if pid is None:  # all are being started
             self._join(futures)
             return
