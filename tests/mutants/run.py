@@ -50,7 +50,7 @@ class Seen:
     wrong: bool = False  # by the scenario's own looks: bytes, counts, deadlines
 
     def how(self) -> str:
-        return f"{self.by}: {re.sub('[0-9.]+', 'n', self.text)}" if self.by else "not caught"
+        return f"{self.by}: {self.text.partition(': ')[0]}" if self.by else "not caught"
 
 
 class Bench:

@@ -37,6 +37,8 @@ LIMIT = 10.0
 
 
 class Wrong(Exception):
+    """how: as the head of this file says. text: what was wrong, and after a colon how far."""
+
     def __init__(self, how: str, text: str) -> None:
         super().__init__(how, text)
 
@@ -49,7 +51,7 @@ def check(condition: Any, how: str, text: Any) -> None:
 def until(condition: Callable[[], Any], how: str, text: str, seconds: float = LIMIT) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        check(time.monotonic() < end, how, f"not within {seconds:g} s: {text}")
+        check(time.monotonic() < end, how, f"{text}: not within {seconds:g} s")
         time.sleep(0.002)
 
 
