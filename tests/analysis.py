@@ -186,14 +186,15 @@ TOOLS: dict[str, tuple[Callable[[], list[Finding]], tuple[str, ...]]] = {
 
 
 def analyse(tool: str) -> dict[str, Any]:
-    """One tool's row: version, seconds, findings that nothing explains, how many are explained."""
+    """One tool's row: version, seconds, findings that nothing explains, how many are explained, exceptions that nothing needs."""
     function, command = TOOLS[tool]
     row: dict[str, Any] = {"tool": tool, "version": version(*command)}
     begin = time.monotonic()
     findings = function()
     exceptions = known()[1]
     new = [f for f in findings if not any(k[:4] == (f.tool, f.check, f.file, f.text) for k in exceptions)]
-    row.update(seconds=round(time.monotonic() - begin), explained=len(findings) - len(new), found=[str(f) for f in new])
+    needless = [f"{k.file}: {k.text}" for k in exceptions if k.tool == tool and k.tool != "valgrind" and not any(k[:4] == (f.tool, f.check, f.file, f.text) for f in findings)]
+    row.update(seconds=round(time.monotonic() - begin), explained=len(findings) - len(new), needless=needless, found=[str(f) for f in new])
     return row
 
 
@@ -210,7 +211,10 @@ def main() -> int:
             row = {"tool": tool, "missing": str(missing)}
         rows.append(row)
         ok = ok and not row.get("found", ["missing"])
-        print("\n".join(row.get("found", [])), file=sys.stderr)
+        for finding in row.get("found", []):
+            print(finding, file=sys.stderr)
+        for exception in row.get("needless", []):
+            print(f"nothing needs the exception for {exception}", file=sys.stderr)
         print(row.get("missing") or f"{tool} {row['version']}: {len(row['found'])} found, {row['explained']} explained, {row['seconds']} s", flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
