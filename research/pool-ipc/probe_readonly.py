@@ -89,7 +89,11 @@ def experiment(report: Report) -> None:
     if not cu.has(*cu.VMM):
         report.skip("VMM", "this driver has no virtual memory management")
         return
-    for flags, how in ((PROT_READ, "memset"), (PROT_READ, "kernel"), (PROT_READWRITE, "memset")):
+    cases = [(PROT_READ, "memset"), (PROT_READ, "kernel"), (PROT_READWRITE, "memset")]
+    if not cu.has("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"):
+        report.skip("VMM read-only, kernel", "this driver loads no kernels")
+        del cases[1]
+    for flags, how in cases:
         vmm_case(report, cu, flags, how)
 
 

@@ -62,7 +62,7 @@ ON_SIMCUDA = {
     "probe_blob_layout.py": ([], "8G", 8, set()),
     "probe_dead_event.py": (["--no-heir"], "8G", 4, {"event, held up by a kernel", "dead worker, an heir alive"}),
     "probe_import_cost.py": ([], "780M", 0, {"64 MiB", "1024 MiB", "4096 MiB"}),
-    "probe_readonly.py": ([], "8G", 2, {"VMM"}),
+    "probe_readonly.py": ([], "8G", 4, {"VMM read-only, kernel"}),
 }
 
 
