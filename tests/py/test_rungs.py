@@ -193,9 +193,11 @@ def test_results_in_the_arena(script, without):
                 assert crossed(w)[0] == ("input", "vmm", False) and back.tobytes() == data, "lent on as it is"
                 got.copy_from(data)
                 assert got.tobytes() == data, "it is the parent's own"
-                own = w.call("own", x)
-                assert result_rungs(w) == [("vmm", True)] and own.tobytes() == complement(data)
-                del got, back, own
+                if {not hide}:  # memory of its own is what a worker without torch takes from a pool
+                    own = w.call("own", x)
+                    assert result_rungs(w) == [("vmm", True)] and own.tobytes() == complement(data)
+                    del own
+                del got, back
             assert w.status()["transfers"] == 0
         del x
         settled()
