@@ -758,7 +758,9 @@ static void lied_to(void) {
         struct tensors none = here.tensors;
         none.n = 0;
         unsigned char *outside = image(&none, 9);
-        CHECK(driver->MemcpyDtoHAsync(bytes, here.tensors.base, here.tensors.bytes, here.streams[1]) == 0);
+        /* On the stream that copied: after a lie the parent's CPU may have waited for none of its work. */
+        CHECK(driver->MemcpyDtoHAsync(bytes, here.tensors.base, here.tensors.bytes, here.streams[0]) == 0);
+        CHECK(driver->StreamSynchronize(here.streams[0]) == 0);
         for (uint32_t k = 0; k < here.tensors.n; k++)
             if (here.tensors.parts[k].address)
                 memcpy(bytes + (here.tensors.parts[k].address - here.tensors.base), outside, here.tensors.parts[k].bytes);

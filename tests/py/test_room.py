@@ -183,7 +183,8 @@ def test_what_a_context_takes_is_measured(monkeypatch):
         assert room.context(3) == known << 20
     assert room.context(0) == 640 << 20
     left[0] = (500 << 20) - 1
-    with pytest.raises(MemoryError, match="cuda:3 has 499 MiB free, and the CUDA context of worker x needs 500 MiB"):
+    error = type(room.out_of_memory("", True))  # torch's own where some test before this one imported torch
+    with pytest.raises(error, match="cuda:3 has 499 MiB free, and the CUDA context of worker x needs 500 MiB"):
         room.admit(3, 1, "x")
 
 
