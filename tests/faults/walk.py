@@ -7,8 +7,8 @@ line of JSON for each line that it reads. It is a parent without libraries, on t
     OUTSIDE     faults that happen to a process wherever it is
     INSIDE      faults of one call of the system's or the driver's, each where it can come: by (state, fault)
 
-    python walk.py            answers
-    python walk.py parents    brings a worker into every state, says which processes there are, and waits to be killed
+    python walk.py                   answers
+    python walk.py parents STATE…    brings a worker into each of these states, says which processes there are, and waits to be killed
 """
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import weakref
 
 import comfy_zerocopy as zcx
-from comfy_zerocopy import canary, parent
+from comfy_zerocopy import canary, parent, process
 from comfy_zerocopy.array import Array
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -79,15 +81,22 @@ def on_device(data):
     return x
 
 
+MADE = (on_host,) if os.environ.get("FAULTS_HOST") else (on_host, on_device)  # of what a row has, by turns
+
+
 class Live:
     """Arrays whose bytes are known, and must not change."""
 
-    def __init__(self, n=3, rungs=(on_host, on_device)):
+    def __init__(self, n=3):
         self.pairs = []
         for _ in range(n):
-            for make in rungs:
+            for make in MADE:
                 data = os.urandom(N)
                 self.pairs.append((make(data), data))
+
+    def drop(self):
+        """Every second one of each kind is this process's no longer."""
+        self.pairs = [pair for i, pair in enumerate(self.pairs) if i // len(MADE) % 2 == 0]
 
     def check(self, what):
         for x, data in self.pairs:
@@ -127,11 +136,18 @@ def new_worker(**env):
 
 
 class Row:
-    """What one row needs. worker: the one that is called; future: the call that runs, or None; live: what must not change."""
+    """What one row needs. worker: the one that is called; future: the call that runs, or None; live: what must not change.
 
-    def __init__(self, fault, timeout=40.0, host=False):
+    Some of what it lends it lets go of (drop) before the fault: this process's transfers hold the only reference then, and if they let go
+    too early the memory is free. What is allocated at once (fresh) would get it. A worker that ends leaves a child which holds what it
+    inherited until the row is over, so that nothing of that worker's may be given back while the row looks."""
+
+    def __init__(self, fault, timeout=40.0):
         self.fault, self.timeout = fault, timeout
-        self.live = Live(rungs=(on_host,) if host else (on_host, on_device))
+        self.live = Live()
+        self.given = [data for _, data in self.live.pairs]  # what the last call was given
+        self.lent = []  # the very list that it was given
+        self.fresh = []
         self.exits = contextlib.ExitStack()
         self.stops, self.future, self.worker, self.pid = [], None, None, None
         self.options = {}  # more of the function's
@@ -150,16 +166,29 @@ class Row:
         """A worker that runs already."""
         self.worker = self.running()
         self.pid = self.worker.pid
+        self.fork()
+
+    def fork(self):
+        if self.fault != "parent exits":
+            self.child = self.worker.call("child", str(folder))
 
     def start(self, **env):
         """One that the next call starts, with this in its environment."""
         self.worker = self.exits.enter_context(new_worker(**env))
 
+    def lend(self):
+        self.given, self.lent = [data for _, data in self.live.pairs], [x for x, _ in self.live.pairs]
+        return self.lent
+
     def submit(self, **options):
-        arrays = [x for x, _ in self.live.pairs]
         timeout = self.timeout if self.fault in ("timeout", "SIGSTOP") else SECONDS * 2
         self.began = time.monotonic()
-        self.future = self.worker.submit("work", arrays, timeout=timeout, **self.options, **options)
+        self.future = self.worker.submit("work", self.lend(), timeout=timeout, **self.options, **options)
+
+    def drop(self):
+        """When all of it is lent, and nobody walks the list any more."""
+        self.live.drop()
+        self.lent.clear()
 
     def reach(self, what, reached):
         until(lambda: reached() or self.future.done(), what)
@@ -174,6 +203,24 @@ class Row:
 
     # ---- afterwards ----
 
+    def end(self):
+        """How the call ended, with what text, and its result. Nothing of it stays in this process: no traceback, no argument."""
+        error = self.future.exception(SECONDS)
+        found, text = (type(error).__name__, str(error)) if error is not None else ("result", "; ".join(map(str, self.worker.last_report.transfers)))
+        got = self.future.result(0) if error is None else []
+        call = weakref.ref(self.future)
+        self.future = error = None
+        self.live.drop()
+        self.lent.clear()
+        until(lambda: gc.collect() >= 0 and call() is None, "nobody refers to the call any more")
+        return found, text, got
+
+    def allocate(self):
+        """At once: what a worker, or what it left behind, may still write to must not be given out again."""
+        self.cure()
+        gc.collect()
+        self.fresh.append(Live(4))
+
     def release(self):
         self.freed()
         for s in self.stops:
@@ -186,9 +233,17 @@ class Row:
         if self.worker._env:
             self.worker._env.update(FAULTS="", FAULTS_RAISE=None, SIMCUDA_FAIL=DEMOTED)
 
+    def orphan(self):
+        """What a worker left behind ends: it is gone then."""
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child, signal.SIGKILL)
+        self.child = None
+
     def close(self):
         self.release()
         self.cure()
+        self.orphan()
         self.exits.close()
 
 
@@ -264,6 +319,7 @@ def held(name, point, nth="1", *, parents=False, fresh=False, complete=False):
         rule = stop.hold(point, nth)
         if fresh:
             row.start(FAULTS=rule)
+            row.fork()
         else:
             row.use()
         if parents:
@@ -321,14 +377,12 @@ def _(row):
     """The worker is dead and not gone: a child of its holds what it inherited."""
     stop = row.stop()
     row.use()
-    row.child = row.worker.call("child", str(folder))
     row.submit(running=stop.path)
     row.reach("the function runs", stop.there)
+    row.drop()
     os.kill(row.pid, signal.SIGKILL)
-    with contextlib.suppress(zcx.WorkerDied):
-        row.future.result(SECONDS)
-    row.future = None
-    assert parent.counters()["quarantined"] >= len(row.live.pairs), parent.counters()
+    assert row.end()[0] == "WorkerDied"
+    assert parent.counters()["quarantined"] >= len(row.given), parent.counters()
 
 
 @state("waiting for READY")
@@ -371,19 +425,20 @@ held("RESULT sent", "sent RESULT", "2", complete=True)
 @state("KEPT")
 def _(row):
     row.use()
-    got = row.worker.call("work", [x for x, _ in row.live.pairs], keep=True)
+    got = row.worker.call("work", row.lend(), keep=True)
     row.live.pairs += [(made, turned(data)) for made, (_, data) in zip(got, list(row.live.pairs), strict=True)]
     only(row, "kept")
 
 
 def only(row, what):
     until(lambda: row.worker.status()[what] == len(row.live.pairs), f"just these are {what}")
+    row.drop()
 
 
 @state("lease held")
 def _(row):
     row.use()
-    row.exits.enter_context(row.worker.lease([x for x, _ in row.live.pairs]))
+    row.exits.enter_context(row.worker.lease(row.lend()))
     only(row, "leased")
 
 
@@ -392,10 +447,13 @@ def _(row):
 DEATHS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "os._exit": EXIT, "socket closed": CLOSE}
 SAYS = {"SIGKILL": "killed by SIGKILL", "SIGSEGV": "killed by SIGSEGV", "os._exit": "exit status 41"}  # of WorkerDied, beside what the table says
 PARENTS_STOP = ("NEW", "PREPARING", "RETURNED")  # where it is the parent that is stopped
+NOT_LENT = ("NEW", "HELLO_SENT", "STARTING", "IDLE", "OFFERING", "PROVING")  # nothing, or not all
 
 
 def outside(row, state):
     STATES[state](row)
+    if state not in (*NOT_LENT, "KEPT", "lease held"):
+        row.drop()
     if row.fault == "timeout":
         if state in PARENTS_STOP:
             until(lambda: time.monotonic() > row.began + row.timeout, "its time is over")
@@ -437,7 +495,8 @@ def child_ends(row, state):
     right(row.worker)
     assert parent.counters()["quarantined"], "it is still held"
     row.live.check("what is quarantined")
-    os.kill(row.child, signal.SIGKILL)
+    row.allocate()
+    row.orphan()
 
 
 # ---- faults of one call ----
@@ -663,17 +722,28 @@ def baseline():
 _first = None
 
 
-def walk(state, fault, test, outcome, says, worker, host=False):
+def settled():
+    """baseline(), when one worker is idle and of others nothing is left."""
+    registered = sim.simcuda_count(b"registered")
+    if MADE[-1] is on_device:
+        with new_worker(SIMCUDA_FAIL="cuMemPoolImportPointer:1:999") as w:
+            right(w)  # by the next rung, whose arena stays
+    until(lambda: not parent.counters()["transfers"], "what was let go of a moment too late is released")
+    until(lambda: len(parent._all) == 1 and sim.simcuda_count(b"registered") == registered, "its session is over")
+    kept = threading.Event()
+    process.keeper().do(kept.set)  # behind the end of that session, which comes in the same thread
+    assert kept.wait(SECONDS)
+    return baseline()
+
+
+def walk(state, fault, test, outcome, says, worker):
     """One row; AssertionError if it does not hold."""
     global _first
     right(warm())
     if _first is None:
-        with new_worker(SIMCUDA_FAIL="cuMemPoolImportPointer:1:999") as w:
-            right(w)  # by the next rung, whose arena stays
-        until(lambda: not parent.counters()["transfers"], "what was let go of a moment too late is released")
-        _first = baseline()
+        _first = settled()
     for timeout in (0.25, 1.0, 4.0):
-        row = Row(fault, timeout, host)
+        row = Row(fault, timeout)
         try:
             run(row, state, fault, test, outcome, says, worker)
             break
@@ -695,20 +765,17 @@ def run(row, state, fault, test, outcome, says, worker):
     action(row, state) if action in (outside, child_ends) else action(row)
     pid = row.pid
     if row.future is None:
+        row.allocate()
         row.submit()
-    error = row.future.exception(SECONDS)
-    row.cure()
-    fresh = Live(4)  # at once: what the worker may still write to must not be given out again
-    found = type(error).__name__ if error is not None else "result"
-    text = str(error) if error is not None else "; ".join(map(str, row.worker.last_report.transfers))
+    found, text, got = row.end()
+    row.allocate()
     assert found == outcome, f"{found} ({text}), the table says {outcome}"
     for part in (*says, *([SAYS[fault]] if outcome == "WorkerDied" and fault in SAYS else [])):
         assert part in text, f"{part!r} is not in {text!r}"
-    if error is None and test != "whether_it_was_edited_cannot_be_seen":
-        for made, (_, data) in zip(row.future.result(0), row.live.pairs, strict=False):
+    if test != "whether_it_was_edited_cannot_be_seen":
+        for made, data in zip(got, row.given, strict=False):
             assert bytes(made.tobytes()) == turned(data), "the result's bytes"
     row.release()
-    row.future = None
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -717,7 +784,9 @@ def run(row, state, fault, test, outcome, says, worker):
     right(row.worker)
     assert (row.worker.pid == pid) is (worker == "kept"), f"the worker was {'kept' if row.worker.pid == pid else 'replaced'}, the table says {worker}"
     row.live.check("what the call was given")
-    fresh.check("what was allocated at once")
+    row.orphan()
+    for live in row.fresh:
+        live.check("what was allocated at once")
     if row.worker.status()["kept"] and state == "KEPT":
         row.worker.call("forget")
         until(lambda: not row.worker.status()["kept"], "it lets go")
@@ -737,7 +806,7 @@ def answer():
         print(json.dumps({"error": found, "seconds": round(time.monotonic() - begun, 3)}), file=out, flush=True)
 
 
-def parents():
+def parents(states):
     """A worker in each state; which processes there are; and no end."""
     global SECONDS
     SECONDS = canary.SECONDS = canary.OPEN_SECONDS = 600.0
@@ -749,9 +818,7 @@ def parents():
         pids[name] = [w.call("child", str(folder))]
         return w
 
-    for name in sorted(STATES, key=lambda name: name == "waiting for READY"):  # which holds this process's own stream
-        if name == "BROKEN":
-            continue
+    for name in sorted(states, key=lambda name: name == "waiting for READY"):  # which holds this process's own stream
         row = Row("parent exits")
         row.running = another
         rows.append(row)
@@ -762,4 +829,4 @@ def parents():
 
 
 if __name__ == "__main__":
-    parents() if sys.argv[1:] == ["parents"] else answer()
+    parents(sys.argv[2:]) if sys.argv[1:2] == ["parents"] else answer()

@@ -5,6 +5,7 @@ found. Here the table is read and held to be whole."""
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import os
 import pathlib
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -30,7 +31,6 @@ WALK = ROOT / "tests" / "faults" / "walk.py"
 FAULTS = ("SIGKILL", "SIGSEGV", "os._exit", "socket closed", "SIGSTOP", "timeout", "cancel", "parent exits", "exception", "driver", "fd limit",
           "memfd full", "memory")
 CANNOT, AS = "cannot happen: ", "as "
-HOST = ("PREPARING", "CALLING", "RETURNED", "function running", "ALLOC asked", "filling", "DONE posted", "RESULT sent", "KEPT", "lease held")
 REFUSED = {"arena": "cuMemPoolImportPointer:1:999", "copies": "cuMemPoolImportPointer:1:999,cuMemImportFromShareableHandle:1:801+"}
 LOWER = [("arena", s) for s in ("CALLING", "function running", "filling", "DONE posted", "KEPT", "lease held")] + \
         [("copies", s) for s in ("CALLING", "function running", "filling", "DONE posted")]
@@ -67,6 +67,10 @@ def read() -> tuple[list[str], list[tuple[str, str, Row]]]:
 STATES, ROWS = read()
 WALKED = [(s, f, r) for s, f, r in ROWS if not r.outcome.startswith((CANNOT, AS)) and r.test != "parents"]
 ENDS = [s for s, _, r in ROWS if r.test == "parents"]
+#: With host memory alone: where something is lent, and it takes no device to get there.
+WITHOUT = ("NEW", "HELLO_SENT", "STARTING", "IDLE", "OFFERING", "PROVING", "RETURNING", "waiting for READY", "un-importing")
+HOST = [(s, f, r) for s, f, r in WALKED if s not in WITHOUT and f != "driver" and (s, f) != ("CALLING", "memory") and (s != "mapping" or f == "memory")]
+HOST_ENDS = [s for s in ENDS if s not in (*WITHOUT, "mapping")]
 
 
 def test_every_state_and_every_fault_has_one_row():
@@ -113,9 +117,9 @@ class Walk:
         self.errors.seek(0)
         pytest.fail(f"the walk {'hangs' if not ready else f'ended with {self.process.returncode}'}:\n{self.errors.read()[-5000:]}")
 
-    def ask(self, state: str, fault: str, row: Row, host: bool = False) -> str:
+    def ask(self, state: str, fault: str, row: Row) -> str:
         assert self.process.stdin is not None
-        print(json.dumps({"state": state, "fault": fault, **row._asdict(), "host": host}), file=self.process.stdin, flush=True)
+        print(json.dumps({"state": state, "fault": fault, **row._asdict()}), file=self.process.stdin, flush=True)
         found: str = json.loads(self.line(45))["error"]
         return found
 
@@ -132,28 +136,28 @@ class Walk:
 class Walks:
     """Two processes that walk, each one row after another; and others when those are gone. Rows are walked ahead of the tests that ask."""
 
-    def __init__(self, folder: pathlib.Path, rows: list[tuple[object, ...]], **env: str) -> None:
+    def __init__(self, folder: pathlib.Path, rows: list[tuple[str, str, Row]], **env: str) -> None:
         self._folder, self._env = folder, env
         self._made: list[Walk] = []
         self._own = threading.local()
         self._pool = concurrent.futures.ThreadPoolExecutor(2)
-        self._found = {row[:2] + row[3:]: self._pool.submit(self._ask, *row) for row in rows}
+        self._found = {(state, fault): self._pool.submit(self._ask, state, fault, row) for state, fault, row in rows}
 
-    def _ask(self, *row: object) -> str:
+    def _ask(self, state: str, fault: str, row: Row) -> str:
         """What does not hold, or nothing."""
         walk = getattr(self._own, "walk", None)
         if walk is None or walk.process.poll() is not None:
             self._own.walk = walk = Walk(self._folder, **self._env)
             self._made.append(walk)
-        return walk.ask(*row)
+        return walk.ask(state, fault, row)
 
-    def hold(self, state: str, fault: str, host: bool = False) -> None:
-        if problem := self._found[state, fault, host].result(45):
+    def hold(self, state: str, fault: str) -> None:
+        if problem := self._found[state, fault].result(45):
             pytest.fail(problem)
 
     def now(self, state: str, fault: str, row: Row) -> str:
         """As the walk would find it if the table said that."""
-        return self._pool.submit(self._ask, state, fault, row, False).result(45)
+        return self._pool.submit(self._ask, state, fault, row).result(45)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -164,23 +168,30 @@ class Walks:
             w.close()
 
 
-def chosen(request: pytest.FixtureRequest, name: str, *more: object, **only: str) -> list[tuple[object, ...]]:
+def chosen(request: pytest.FixtureRequest, name: str, **only: str) -> list[tuple[str, str, Row]]:
     """The rows of the tests of that name that this run has."""
     parameters = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == name and item.path == pathlib.Path(__file__)]
-    return [(p["state"], p.get("fault", "SIGKILL"), p.get("row") or KILLS[p["state"]], *more) for p in parameters
+    return [(p["state"], p.get("fault", "SIGKILL"), p.get("row") or KILLS[p["state"]]) for p in parameters
             if only.items() <= p.items()]
 
 
 @pytest.fixture(scope="module")
 def walks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
-    w = Walks(tmp_path_factory.mktemp("walks"), chosen(request, "test_row", False) + chosen(request, "test_killed_with_host_memory_alone", True))
+    w = Walks(tmp_path_factory.mktemp("walks"), chosen(request, "test_row"))
+    yield w
+    w.close()
+
+
+@pytest.fixture(scope="module")
+def with_host_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
+    w = Walks(tmp_path_factory.mktemp("host"), chosen(request, "test_row_with_host_memory_alone"), FAULTS_HOST="1")
     yield w
     w.close()
 
 
 @pytest.fixture(scope="module")
 def with_events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
-    w = Walks(tmp_path_factory.mktemp("events"), chosen(request, "test_killed_where_events_are_the_gates", False),
+    w = Walks(tmp_path_factory.mktemp("events"), chosen(request, "test_killed_where_events_are_the_gates"),
               SIMCUDA_HIDE="cuStreamWriteValue64,cuStreamWaitValue64")
     yield w
     w.close()
@@ -188,7 +199,7 @@ def with_events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def lower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Walks]]:
-    made = {rung: Walks(tmp_path_factory.mktemp(rung), chosen(request, "test_killed_on_a_lower_rung", False, rung=rung), FAULTS_DEMOTED=refused)
+    made = {rung: Walks(tmp_path_factory.mktemp(rung), chosen(request, "test_killed_on_a_lower_rung", rung=rung), FAULTS_DEMOTED=refused)
             for rung, refused in REFUSED.items()}
     yield made
     for w in made.values():
@@ -203,10 +214,10 @@ def test_row(walks, state, fault, row):
     walks.hold(state, fault)
 
 
-@pytest.mark.parametrize("state", HOST)
-def test_killed_with_host_memory_alone(walks, state):
-    """A session without a gate: nothing but the messages says when a call is over."""
-    walks.hold(state, "SIGKILL", host=True)
+@pytest.mark.parametrize("state, fault, row", HOST, ids=[f"{s}-{f}" for s, f, _ in HOST])
+def test_row_with_host_memory_alone(with_host_memory, state, fault, row):
+    """A session without a gate, whose worker never meets a device: nothing but the messages says when a call is over."""
+    with_host_memory.hold(state, fault)
 
 
 @pytest.mark.parametrize("state", EVENTS)
@@ -231,30 +242,37 @@ def ended(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
-    """Begun with the first test: it has time until the last ones ask for it."""
-    walk = Walk(tmp_path_factory.mktemp("parents"), "parents")
-    yield walk
-    walk.close()
+def parents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Walk]]:
+    """Begun with the first test: they have time until the last ones ask for them."""
+    made = {"device": Walk(tmp_path_factory.mktemp("parents"), "parents", *ENDS),
+            "host": Walk(tmp_path_factory.mktemp("parents"), "parents", *HOST_ENDS, FAULTS_HOST="1")}
+    yield made
+    for walk in made.values():
+        walk.close()
 
 
 @pytest.fixture(scope="module")
-def survivors(parents: Walk) -> dict[str, list[int]]:
+def survivors(parents: dict[str, Walk]) -> Callable[[str], dict[str, list[int]]]:
     """By state: what still ran two seconds after the parent of a worker in that state, and of a child of the worker's in a process group
     of its own, was killed."""
-    walk = parents
-    pids: dict[str, list[int]] = json.loads(walk.line(45))
-    assert not {state: several for state, several in pids.items() if any(map(ended, several))}, "they should all live"
-    walk.end()
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline and not all(ended(pid) for several in pids.values() for pid in several):
-        time.sleep(0.005)
-    return {state: [pid for pid in several if not ended(pid)] for state, several in pids.items()}
+
+    @functools.cache
+    def of(memory: str) -> dict[str, list[int]]:
+        walk = parents[memory]
+        pids: dict[str, list[int]] = json.loads(walk.line(45))
+        assert not {state: several for state, several in pids.items() if any(map(ended, several))}, "they should all live"
+        walk.end()
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and not all(ended(pid) for several in pids.values() for pid in several):
+            time.sleep(0.005)
+        return {state: [pid for pid in several if not ended(pid)] for state, several in pids.items()}
+
+    return of
 
 
-@pytest.mark.parametrize("state", ENDS)
-def test_the_parent_ends(survivors, state):
-    assert survivors[state] == []
+@pytest.mark.parametrize("memory, state", [("device", s) for s in ENDS] + [("host", s) for s in HOST_ENDS])
+def test_the_parent_ends(survivors, memory, state):
+    assert survivors(memory)[state] == []
 
 
 def test_a_row_that_does_not_hold_is_found(walks):
