@@ -621,6 +621,11 @@ CASE(the_importers_driver_fails) {
 #define CHUNK ZCX_CHUNK_BYTES
 #define SEAMS 8
 
+/* And the driver dies of an import of more chunks: whoever gets past the guard does not come back. */
+static void lower_the_limit_to(const char *chunks) {
+    CHECK(setenv("ZCX_CHUNK_LIMIT", chunks, 1) == 0 && setenv("SIMCUDA_IMPORT_CHUNKS", chunks, 1) == 0);
+}
+
 /* An allocation of 5 chunks and a half behind a small one, so that it begins inside a chunk. A byte of its own on both sides of
  * wherever a chunk may end, and at both ends. With a limit of 4 it must go in windows. */
 static zcu_ptr straddling(struct zcx_pool *p, zcu_stream stream, uint64_t *offset, uint64_t *bytes, struct zcx_export *e,
@@ -725,7 +730,7 @@ static void importer_in_windows(int sock) {
 }
 
 static void windows_of(enum zcx_windows_use use, uint32_t expected) {
-    setenv("ZCX_CHUNK_LIMIT", "4", 1);
+    lower_the_limit_to("4");
     struct peer peer = peer_start(importer_in_windows);
     struct zcx_pool *p;
     zcu_ptr a;
@@ -743,7 +748,7 @@ CASE(windows_of_one_chunk) { windows_of(ZCX_WINDOWS_PROVE, 1); }
 
 /* Only what is above the limit is cut: 4 chunks are not, aligned; straddling they are. The proof cuts whatever it is given. */
 CASE(what_is_cut) {
-    setenv("ZCX_CHUNK_LIMIT", "4", 1);
+    lower_the_limit_to("4");
     struct zcx_pool *p = pool_on(0);
     zcu_stream stream = stream_on(0);
     struct zcx_export e;
@@ -823,7 +828,7 @@ static void importer_of_unknown_blobs(int sock) {
 
 CASE(an_unknown_layout_is_not_cut) {
     setenv("SIMCUDA_BREAK", "blob", 1);
-    setenv("ZCX_CHUNK_LIMIT", "4", 1);
+    lower_the_limit_to("4");
     struct peer peer = peer_start(importer_of_unknown_blobs);
     struct zcx_pool *p = pool_on(0);
     zcu_stream stream = stream_on(0);

@@ -781,6 +781,7 @@ CALL(MemPoolImportPointer, 11020, zcu_ptr *out, zcu_pool pool, zcu_pool_blob *bl
         }
     bool part = b.size != b.whole, again = p->last_imported >= b.serial;
     if (part && sim_breaks("part-crash")) overrun("a part of an allocation");
+    while (part && sim_breaks("part-hang")) pause();
     struct import *i = malloc(sizeof *i);
     if (!i) return ZCU_ERROR_OUT_OF_MEMORY;
     uint64_t shift = 0;
