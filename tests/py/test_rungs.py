@@ -335,6 +335,157 @@ def test_staged(script):
     """)
 
 
+def test_a_copy_is_one_copy_on_the_device(script):
+    """Each copy is counted by making the next one fail, and every one by way of the host: staged is one in the parent and none in the
+    worker, a window one on each side."""
+    script("""
+        def only(parents, workers):
+            "So many copies on the device, and no other one."
+            no = "cuMemcpyDtoHAsync:1:999+,cuMemcpyHtoDAsync:1:999+,cuMemcpyDtoDAsync:%d:999+"
+            sim.simcuda_fail((no % (parents + 1)).encode())
+            w.call("fail", no % (workers + 1))
+        def arrived():
+            sim.simcuda_fail(b"")
+            w.call("fail", "")
+            assert w.call("kept") == [data], "its bytes, though nobody looked at them until now"
+            w.call("forget")
+        with start() as w:
+            data = os.urandom(3 * MIB + 5)
+            x = unshareable(data)
+            for parents, workers in ((1, 0), (1, 1)):
+                w.call("bytes_at", x, [0])
+                only(parents, workers)
+                w.call("keep", x)
+                assert crossed(w) == [("input", "staged", True)]
+                arrived()
+                for too_few in ((parents - 1, workers), (parents, workers - 1)):
+                    if min(too_few) >= 0:
+                        only(*too_few)
+                        try:
+                            w.call("echo", 1, x)
+                        except zcx.Error as error:
+                            assert "cuMemcpyDtoDAsync" in str(error), error
+                        else:
+                            raise AssertionError("it did with fewer")
+                        sim.simcuda_fail(b"")
+                        w.call("fail", "")
+                ladder.Ladder._stage = lambda *_: ""
+            assert w.call("bytes_of", x) == [data] and w.status()["transfers"] == 0
+        del x
+        settled()
+    """)
+
+
+#: The device has room for a window's 64 MiB, and not for 100 MiB.
+SHORT = """
+        class Ballast:
+            def __init__(self):
+                self.pool = core().Pool(0)
+                self.at = self.pool.alloc((free() - 66 * MIB) // CHUNK * CHUNK, 0)
+                assert 66 * MIB <= free() < 98 * MIB
+            def drop(self):
+                self.pool.free(self.at, 0)
+                core().synchronize(0, 0)
+                self.pool = None
+"""
+
+
+def test_what_does_not_fit_twice_goes_through_a_window(script):
+    """The worker's own pool has the memory, which the device does not show as free; nothing stands in for the arena's refusal."""
+    script(SHORT + """
+        unshareable(b"1")  # makes the pool
+        x = over(array.DeviceMemory(others[0], 100 * MIB), 100 * MIB)
+        places = {0: 1, 32 * MIB - 1: 2, 32 * MIB: 3, 64 * MIB: 4, 100 * MIB - 1: 5}
+        for place, value in places.items():
+            byte(x, place).copy_from(bytes([value]))
+        with start() as w:
+            stage, ladder.Ladder._stage = ladder.Ladder._stage, lambda *_: ""
+            w.call("bytes_at", x, [0])  # what the worker took for this is in its pool from now on
+            ladder.Ladder._stage = stage
+            until(lambda: (_install.arena_for(0).trim(False), count("blocks") == 0)[1], "the window went back")
+            held, asked, before = Ballast(), [], free()
+            zcx.set_make_room(lambda *what: asked.append(what))
+            assert w.call("bytes_at", x, list(places)) == bytes(places.values()) and crossed(w) == [("input", "staged", True)]
+            assert asked == [(0, x.nbytes)], "what it takes is not there, for all that one can see from here"
+            until(lambda: (_install.arena_for(0).trim(False), free() >= before)[1], "it took the window, and gave it back")
+            assert w.status()["transfers"] == 0
+    """, SIMCUDA_MEMORY="2GiB")
+
+
+def test_room_for_no_copy_is_an_error_with_the_numbers(script):
+    script(SHORT + """
+        small = unshareable(b"2" * 100)
+        x = over(array.DeviceMemory(others[0], 100 * MIB), 100 * MIB)
+        for place in (0, x.nbytes - 1):
+            byte(x, place).copy_from(b"1")
+        for hook in (False, True):
+            with start() as w:
+                assert w.call("bytes_of", small) == [b"2" * 100]
+                pid, held, asked = w.pid, Ballast(), []
+                zcx.set_make_room((lambda *what: asked.append(what)) if hook else None)
+                try:
+                    w.call("bytes_at", x, [0])
+                except MemoryError as error:
+                    assert f"It needed a copy of {100 * MIB} bytes of its own, because in mode off tensors are not allocated from a pool" in str(error), error
+                else:
+                    raise AssertionError("there was room?")
+                assert asked == [(0, 100 * MIB)] * hook
+                assert (w.pid, w.status()["transfers"], w.status()["kept"]) == (pid, 0, 0)
+                assert w.call("bytes_of", small) == [b"2" * 100] and input_rungs(w) == [("staged", True)]
+                if hook:
+                    zcx.set_make_room(lambda *_: held.pool and held.drop())
+                    assert w.call("bytes_at", x, [0, 100 * MIB - 1]) == b"11" and w.pid == pid, "the host made room"
+                else:
+                    held.drop()
+    """, SIMCUDA_MEMORY="2GiB")
+
+
+# ---- memory that can be shared in every mode ----
+
+
+@pytest.mark.parametrize("mode", ["off", "results", "swap"])
+def test_empty_can_be_shared(script, mode):
+    """Of the pool as long as no worker needs windows for it, wherever it begins. The mode is on; torch was there only for that."""
+    script(f"""
+        import sys, types
+        cuda = types.SimpleNamespace(get_allocator_backend=lambda: "cudaMallocAsync")
+        sys.modules["torch"] = types.SimpleNamespace(__version__="2", version=types.SimpleNamespace(cuda="13"), cuda=cuda)
+        status = zcx.install({mode!r})
+        assert (status.mode, status.state) == ({mode!r}, "off" if {mode!r} == "off" else "on"), status
+        del sys.modules["torch"]
+        with start() as w:
+            for n, rung in ((5000, "pool"), (127 * CHUNK, "pool"), (127 * CHUNK + 1, "vmm")):
+                x = zcx.empty((n,), "uint8", "cuda")
+                byte(x, n - 1).copy_from(b"\\7")
+                assert w.call("bytes_at", x, [n - 1]) == b"\\7" and crossed(w) == [("input", rung, False)], (n, crossed(w))
+                assert (core().pointer(x.address)["pool"] != 0) is (rung == "pool")
+                del x
+            assert w.status()["windows"] == {{}} and w.status()["vmm"] == w.status()["pools"] == {{0: "proved"}}
+    """, SIMCUDA_MEMORY="40GiB")
+
+
+@pytest.mark.parametrize("where", ["no device pools", "another backend"])
+def test_empty_can_be_shared_where_no_pool_serves(script, where):
+    """The arena does: on a device without such pools, and where the process allocates by other means than that pool (torch's native backend)."""
+    script(f"""
+        if {where!r} == "another backend":
+            foreign = core().Pool(0)
+            def allocate(ordinal, nbytes, pool, stream):
+                memory = array.DeviceMemory(foreign, nbytes)
+                return memory, memory.address
+            ladder.allocate = allocate
+        with start() as w:
+            data = os.urandom(5000)
+            x = zcx.empty((5000,), "uint8", "cuda")
+            x.copy_from(data)
+            assert core().pointer(x.address)["pool"] == 0
+            assert w.call("bytes_of", x) == [data] and crossed(w) == [("input", "vmm", False)]
+            assert w.status()["vmm"] == {{0: "proved"}}
+        del x
+        settled()
+    """, **({"SIMCUDA_ATTRIBUTES": "119=0"} if where == "no device pools" else {}))
+
+
 def test_many_threads_and_workers(script):
     script("""
         import concurrent.futures
