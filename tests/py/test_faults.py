@@ -96,12 +96,12 @@ def test_every_row_has_a_test_or_a_reason():
 class Walk:
     """The process, and its answers."""
 
-    def __init__(self, folder: pathlib.Path, *arguments: str, **env: str) -> None:
+    def __init__(self, folder: pathlib.Path, *arguments: str, package: pathlib.Path = ROOT, **env: str) -> None:
         self.folder = pathlib.Path(tempfile.mkdtemp(dir=folder))
         (self.folder / "sim").mkdir()
         library = str(cbuild.faults())
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("COMFY_ZEROCOPY", "ZCX_", "PYTHON", "CUDA_VISIBLE"))}
-        clean.update(PYTHONPATH=str(ROOT), PYTHONDONTWRITEBYTECODE="1", ZCX_LIBCUDA=str(cbuild.simcuda()), SIMCUDA_DIR=str(self.folder / "sim"),
+        clean.update(PYTHONPATH=str(package), PYTHONDONTWRITEBYTECODE="1", ZCX_LIBCUDA=str(cbuild.simcuda()), SIMCUDA_DIR=str(self.folder / "sim"),
                      SIMCUDA_ABORT_ON_RACE="1", FAULTS_DIR=str(self.folder), FAULTS_LIBRARY=library, FAULTS="", LD_PRELOAD=library, **env)
         self.errors = open(self.folder / "errors", "w+")
         self.process = subprocess.Popen([sys.executable, "-S", str(WALK), *arguments], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -282,6 +282,23 @@ def test_a_row_that_does_not_hold_is_found(walks):
     assert "'nothing of the kind' is not in" in walks.now(*place, Row("WorkerDied", ["nothing of the kind"], "new", "outside"))
     assert "the worker was replaced, the table says kept" in walks.now(*place, Row("WorkerDied", [], "kept", "outside"))
     assert walks.now(*place, KILLS[place[0]]) == "", "and it goes on"
+
+
+@pytest.mark.parametrize("mutant, state", [("no-quarantine", "function running"), ("quarantine-by-pidfd", "KEPT")])
+def test_a_row_fails_where_memory_is_given_back_too_early(tmp_path, monkeypatch, mutant, state):
+    """With a package in which that is so, see tests/mutants."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "mutants")
+    import mutate
+
+    import mutants
+
+    mutate.package(tmp_path, next(m.edits for m in mutants.MUTANTS if m.name == mutant))
+    walk = Walk(tmp_path, package=tmp_path)
+    try:
+        with pytest.raises(pytest.fail.Exception, match="RACE: free of .* while another process has it imported"):
+            walk.ask(state, "SIGKILL", KILLS[state])
+    finally:
+        walk.close()
 
 
 def test_the_summary_counts_right():
