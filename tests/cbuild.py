@@ -60,6 +60,12 @@ def faults() -> pathlib.Path:
     return _compile("faults.so", [folder / "at.c"], [*WARN, "-fPIC", "-shared", "-fvisibility=hidden", "-Icsrc"], [*(ROOT / "csrc").glob("*.h")])
 
 
+def small_machine() -> pathlib.Path:
+    """Build what makes a process that preloads it see little memory; the path of the library."""
+    source = ROOT / "tests" / "analysis" / "small_machine.c"
+    return _compile("small_machine.so", [source], [*WARN, "-fPIC", "-shared"], [])
+
+
 def extension(include: str, suffix: str, version: str) -> pathlib.Path:
     """Build the package's extension for another CPython than this one: its headers lie in `include`, `suffix` is its EXT_SUFFIX."""
     folder = ROOT / "csrc"
