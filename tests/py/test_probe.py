@@ -70,11 +70,33 @@ def test_a_driver_that_bears_less(script: Callable[..., str]) -> None:
     assert found["says"].startswith("imports up to 256 MiB (8 chunks) are right, and an import of 16 chunks ended the process that made it (was ended by SIGSEGV)")
     assert imports(script(DOCTOR.format(["doctor", "--json"]), **small))["level"] == "note"
     assert script(use, **small) == "{0: 'proved'} 8\n"
-    assert script(use, ZCX_CHUNK_LIMIT="4", **small) == "{0: 'proved'} 4\n", "only ever lowered"
+    assert script(use, ZCX_CHUNK_LIMIT="4", SIMCUDA_IMPORT_CHUNKS="4") == "{0: 'proved'} 4\n", "only ever lowered"
+    assert script(use, SIMCUDA_VERSION="12080") == "{} None\n", "of that version it says nothing"
     again = json.loads(script(PROBE, **small))["probe"]
     assert (again["limit"], again["tried"]) == (8, 8), "what was remembered does not narrow the look"
     better = json.loads(script(PROBE))["probe"]
     assert (better["limit"], better["tried"]) == (128, 128)
+
+
+HASTY = """
+from simulated import CHUNK
+from comfy_zerocopy import parent
+class Hasty(parent.Worker):
+    "Does not wait long for what hangs; all else has its time."
+    def call(self, function, x, places):
+        return super().call(function, x, places, timeout=1 if x.nbytes > 11 * CHUNK else 120)
+parent.Worker, parent._GRACE = Hasty, 0.5
+"""
+
+
+@pytest.mark.parametrize(("word", "what"), [("more-hang", "did not end"), ("more", "showed other bytes")])
+def test_a_driver_that_bears_less_and_kills_nobody(script: Callable[..., str], word: str, what: str) -> None:
+    less = {"SIMCUDA_IMPORT_CHUNKS": "11", "SIMCUDA_BREAK": word}
+    found = json.loads(script(HASTY + PROBE, **less))["probe"]
+    assert (found["limit"], found["tried"]) == (8, 8)
+    assert found["says"] == f"imports up to 256 MiB (8 chunks) are right, and an import of 16 chunks {what}: no larger one is made on this driver version"
+    shown = imports(script(DOCTOR.format(["doctor", "--json"]), **less))
+    assert shown["level"] == "note" and what in shown["says"]
 
 
 def test_little_memory(script: Callable[..., str]) -> None:
@@ -96,7 +118,7 @@ def test_a_gpu_that_is_not_shared_cannot_be_measured(script: Callable[..., str],
 
 
 def test_in_words(script: Callable[..., str]) -> None:
-    out = script(DOCTOR.format(["doctor", "--probe"]), ZCX_CHUNK_LIMIT="4")
+    out = script(DOCTOR.format(["doctor", "--probe"]), ZCX_CHUNK_LIMIT="4", SIMCUDA_IMPORT_CHUNKS="4")
     assert out.startswith("  1 chunks (32 MiB): right\n  2 chunks (64 MiB): right\n  4 chunks (128 MiB): right\ncomfy_zerocopy ")
     assert "imports        driver CUDA 13.0, measured 2" in out and out.endswith("Workers run here.\n")
 
