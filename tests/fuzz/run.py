@@ -20,6 +20,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -139,7 +140,7 @@ def main() -> int:
     record: dict[str, Any] = {
         "record": "fuzz", "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "machine": platform.platform(),
         "cpus": os.cpu_count(), "engine": engine(), "source_sha256": source_sha256(),
-        "command": f"python3 tests/fuzz/run.py --seconds {options.seconds}", "rows": []}
+        "command": shlex.join(["python3", "tests/fuzz/run.py", *sys.argv[1:]]), "rows": []}
     with tempfile.TemporaryDirectory(prefix="zcx-fuzz-") as folder:
         for target in targets:
             row = fuzz(target, max(1, round(options.seconds * TARGETS[target][2] / shares)), pathlib.Path(folder), options.keep)

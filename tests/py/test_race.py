@@ -17,7 +17,7 @@ from conftest import ROOT
 import cbuild
 
 RACE = ROOT / "tests" / "race"
-SECONDS = 900  # a program that takes this long hangs; on an idle machine with two cores the longest takes one and a half minutes
+SECONDS = 1800  # a program that takes this long hangs; on an idle machine with two cores the longest takes two and a half minutes
 
 Start = Callable[..., "Program"]
 
@@ -63,17 +63,26 @@ def test_kills_at_random_moments(start: Start) -> None:
     parents = start("parent", "--moments", "10", "--rung", "pool")
     for program, moments in ((host, 100), (pool, 50)):
         found = program.result()
-        assert found["moments"] == moments and found["hangs"] == 0 and found["problems"] == []
-        assert found["worker_died"] >= found["moments_that_hit_a_call"] > moments // 10, "they are in the midst of calls"
+        assert found["moments"] >= found["moments_that_hit_a_call"] == moments and found["hangs"] == 0 and found["problems"] == []
+        assert found["worker_died"] >= moments and len(found["own_memory_over_moments"]) >= 40
         assert found["bytes_compared"] > moments << 20
     found = parents.result()
     assert found["moments"] == {"kill": 10, "execv": 10} and found["worker_of_an_ended_thread_lives"] is True
     assert found["counts"]["processes"] == 20 * 5 and found["counts"]["shared files"] >= 20 * 4
 
 
+def test_very_many_requests_for_results_at_once(start: Start) -> None:
+    found = start("allocs", "--allocs", "100000").result()
+    assert found["problems"] == [] and found["allocs"] == 100_000
+    assert {name: scene["ended_by"].partition(":")[0] for name, scene in found["scenes"].items()} == {
+        "read": "int", "not read": "ProtocolError", "not read, cancelled": "Cancelled"}
+    assert found["scenes"]["read"]["ended_by"] == "int: 65536"
+
+
 def test_soak(start: Start) -> None:
-    programs = [(start("soak", "--calls", str(calls), "--rung", rung, "--largest", str(256 << 10)), calls, rung)
-                for calls, rung in ((75_000, "host"), (25_000, "pool"))]
+    """A hundred thousand calls with small tensors on the simulated driver, and some on the host."""
+    programs = [(start("soak", "--calls", str(calls), "--rung", rung, "--largest", str(largest)), calls, rung)
+                for calls, rung, largest in ((100_000, "pool", 16 << 10), (10_000, "host", 256 << 10))]
     for program, calls, rung in programs:
         found = program.result()
         assert found["calls"] >= calls and found["problems"] == [] and found["devices"] == (2 if rung == "pool" else 1)

@@ -88,7 +88,6 @@ OTHERWISE = {
     "gpu_error": (zcx.WorkerDied, "its work on the GPU failed"),
     "progress_bad_text": lambda got: got is None, "handle_drop_unknown": lambda got: got is None, "pong_unasked": lambda got: got is None,
     "alloc_2_to_the_62": lambda got: got in (1, 2), "alloc_of_a_device_nobody_has": lambda got: got == 3, "alloc_of_place_2_of_a_device_nobody_has": lambda got: got == 3,
-    "allocs_unread": (WRONG, "does not read its messages"),
     "flood_of_progress": zcx.CallTimeout, "flood_of_late_progress": zcx.CallTimeout, "flood_of_pongs": zcx.CallTimeout,
     "flood_of_handle_drops": zcx.CallTimeout, "flood_of_empty_releases": zcx.CallTimeout,
     "silence": (zcx.CallTimeout, "the worker was ended"), "stops": (zcx.CallTimeout, "the worker was ended"),
@@ -112,11 +111,11 @@ SECOND = {"result_twice", "result_and_error", "result_and_alloc", "view_of_an_ol
 #: Either an error or a harmless value, but nothing else than these.
 HARMLESS = ("builtins", "numpy", "torch", "comfy_zerocopy")
 TAME = (zcx.ProtocolError, zcx.UnsupportedType, zcx.Error)
-SLOW = {"silent", "silent_after_hello", "silence", "stops", "allocs_unread", "alloc_before_a_call"}
+SLOW = {"silent", "silent_after_hello", "silence", "stops", "alloc_before_a_call"}
 
 
 def names() -> list[str]:
-    return [n for n in (*hostile.before, *hostile.during) if n not in SECOND and not n.startswith(("extension ", "allocs_1", "allocs_2"))]
+    return [n for n in (*hostile.before, *hostile.during) if n not in SECOND and not n.startswith(("extension ", "allocs_")) and "anothers" not in n]
 
 
 @pytest.mark.parametrize("name", names())
@@ -132,7 +131,7 @@ def test_hostile(attack, name):
         assert caught.type is error, caught.value
     else:
         assert expected(w.call("f", argument))
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30  # of a busy machine: nothing here is waited for that long
     if isinstance(expected, type) and expected in (WRONG, zcx.WorkerDied):
         until(lambda: not w.alive, "it was ended")
 
@@ -184,22 +183,44 @@ def test_an_input_is_not_longer_than_it_was_lent(attack):
         attack("input_too_long").call("f", np.zeros(100, "u1"))
 
 
-def test_a_hundred_thousand_allocs(attack):
-    """Results of a byte or none cost a page each: they are bounded by their number."""
-    w = attack("allocs_100000", timeout=40)
-    assert w.call("f") == 65_536
-    assert (w.status()["result_bytes"], w.status()["transfers"]) == (0, 0)
-
-
 def test_a_limit_bounds_many_allocs_together(attack):
+    """Of results of a byte or none, which cost a page each. Very many of them: test_race.py."""
     assert attack("allocs_20000", timeout=40, max_result_bytes=1000).call("f") == 10_000 + 1000  # those of no byte, and of one
 
 
-def test_unread_answers_do_not_outlast_the_deadline(attack):
-    begun = time.monotonic()
-    with pytest.raises(zcx.ProtocolError, match="does not read"):
-        attack("allocs_unread", timeout=0.5).call("f")
-    assert time.monotonic() - begun < 3
+def test_of_two_workers_none_can_name_what_the_other_has(attack, start):
+    """Numbers are of one session. One that only another session has is an error; one that both have is the sender's own."""
+    honest = start("hostile_to")
+    argument = np.full(3000, 5, "u1")
+    assert honest.call("keep", argument) == 1  # a number that any worker's first transfer has
+    for n in range(2, hostile.INPUT):
+        honest.call("look", np.full(n, 1, "u1"))
+    assert honest.call("keep", argument) == hostile.INPUT
+    made, number = honest.call("make_and_keep", 5000, 7)
+    assert number == hostile.MADE
+
+    def unharmed():
+        status = honest.status()
+        return (honest.alive and (status["kept"], status["kept_bytes"], status["quarantined"]) == (3, 3000 + 3000 + 5000, 0)
+                and honest.call("read") == [bytes([5]) * 3000, bytes([5]) * 3000, bytes([7]) * 5000]
+                and (argument == 5).all() and (made == 7).all() and made.shape == (5000,))
+
+    assert unharmed()
+    pid = honest.pid
+    for name, says in (("releases_anothers", "released a buffer that it does not keep"), ("keeps_anothers", "keeps a buffer that this call did not lend"),
+                       ("refuses_anothers", "refused a buffer that this call did not lend"),
+                       ("view_of_anothers_input", "a tensor in a buffer that this call did not lend"),
+                       ("view_of_anothers_result", "a tensor in a buffer that this call did not lend")):
+        w = attack(name)
+        with pytest.raises(zcx.ProtocolError, match=says):
+            w.call("f", np.zeros(100, "u1"))
+        until(lambda w=w: not w.alive, "it was ended")
+        assert unharmed(), name
+    assert attack("keeps_and_releases_twice").call("f") is None  # its number 1
+    assert unharmed()
+    honest.call("forget")
+    until(lambda: honest.call("look", argument) and honest.status()["kept"] == 0, "it let go")
+    assert honest.pid == pid and (made == 7).all()
 
 
 def test_ctrl_c_ends_a_flood(interpreter, run):
@@ -217,7 +238,7 @@ def test_ctrl_c_ends_a_flood(interpreter, run):
             try:
                 w.call("f")
             except KeyboardInterrupt:
-                print(name, time.monotonic() - begun < 3)
+                print(name, time.monotonic() - begun < 15)
             w.kill()
             w.close()
     """)

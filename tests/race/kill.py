@@ -2,11 +2,13 @@
 
     python tests/race/kill.py --moments 1000 --rung host|pool [--seed N] [--json FILE]
 
-A moment: every thread makes some calls, and one worker (that is called, if one is) is killed after a delay that is uniform over the
-time such calls take, as measured before. At once memory is allocated and filled, to take what was given back too early, and every byte
-of every live tensor is compared; again when the calls have ended and the worker is gone. A call must end within the deadline: with its
-right result, or, if it was of the killed worker, in WorkerDied. Some workers leave a child that holds what they held for a while: the
-memory must wait for it, and on a GPU queued work goes on. At the end descriptors, threads, mappings and memory are what they were.
+As many moments as hit a call that was under way; moments in which that worker had none are made and checked in the same way, and
+counted too. A moment: every thread makes some calls, and one worker (that is called, if one is) is killed after a delay that is uniform
+over the time such calls take, as measured before. At once memory is allocated and filled, to take what was given back too early, and
+every byte of every live tensor is compared; again when the calls have ended and the worker is gone. A call must end within the
+deadline: with its right result, or, if it was of the killed worker, in WorkerDied. Some workers leave a child that holds what they held
+for a while: the memory must wait for it, and on a GPU queued work goes on. At the end descriptors, threads, mappings and memory are
+what they were; this process's own memory is recorded as the moments go by, too.
 
 `--rung pool` uses a card where one is (torch too, where it is installed), else the simulated driver. Exit status 0: nothing was wrong.
 """
@@ -26,12 +28,14 @@ from typing import Any
 import mix
 
 WARM_UP = 12  # moments before the first that counts
+MOST = 4  # moments for each that hits: where it takes more, the kills come at the wrong times
+SAMPLES = 40  # of this process's own memory
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mix.options(parser)
-    parser.add_argument("--moments", type=int, default=1000)
+    parser.add_argument("--moments", type=int, default=1000, help="that hit a call under way")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=5)
     parser.add_argument("--calls", type=int, default=4, help="of each thread in each moment")
@@ -49,22 +53,27 @@ def main() -> int:
         race.moment()
     before = stage.settle(restart=True)
     race.reset()
-    while race.moments < arguments.moments and not stage.problems:
+    while race.hits < arguments.moments and not stage.problems:
+        if race.moments >= MOST * arguments.moments:
+            stage.problem(f"of {race.moments} moments only {race.hits} hit a call under way")
+            break
         race.moment()
+        if race.hits >= len(race.samples) * arguments.moments // SAMPLES:
+            race.samples.append(mix.pattern.resident()[0])
         if race.moments % 100 == 0:
-            print(f"{race.moments} moments, {time.monotonic() - begun:.0f} s", flush=True)
+            print(f"{race.moments} moments, {race.hits} of them hit a call, {time.monotonic() - begun:.0f} s", flush=True)
     after = stage.settle(restart=True)
     stage.compare(before, after, mix.SLACK)
     stage.close()
     record.update(
-        ok=not stage.problems and race.moments == arguments.moments, problems=stage.problems, seed=seed, rung=arguments.rung,
+        ok=not stage.problems and race.hits == arguments.moments, problems=stage.problems, seed=seed, rung=arguments.rung,
         moments=race.moments, moments_that_hit_a_call=race.hits, moments_that_left_a_child=race.inherited,
         workers=arguments.workers, threads=arguments.threads,
         window_ms=round(1000 * race.window, 1), calls=sum(c.count.total() for c in race.calls), calls_by_kind=race.by_kind(),
         worker_died=sum(race.states.values()), worker_died_by_state=dict(race.states), worker_died_by_call=dict(race.hit_kinds),
         kill_to_worker_died_ms=mix.spread(race.heard),
         slowest_call_ms=round(1000 * race.slowest, 1), hangs=race.hangs, bytes_compared=stage.checked, before=before, after=after,
-        seconds=round(time.monotonic() - begun, 1))
+        own_memory_over_moments=race.samples, seconds=round(time.monotonic() - begun, 1))
     print({k: v for k, v in record.items() if k in ("moments", "moments_that_hit_a_call", "worker_died", "calls", "hangs", "seconds",
                                                      "bytes_compared", "kill_to_worker_died_ms", "before", "after")})
     return mix.write(arguments.json, record)
@@ -96,6 +105,7 @@ class Race:
         self.states: collections.Counter[str] = collections.Counter()
         self.hit_kinds: collections.Counter[str] = collections.Counter()
         self.heard: list[float] = []
+        self.samples: list[int] = []
         self.slowest = 0.0
         for c in self.calls:
             c.count.clear()
@@ -173,7 +183,7 @@ class Race:
         self.heirs.discard(pid)
         self.slowest = max(self.slowest, *(ended - started for _, started, ended, _ in made))
         stage.until(lambda: all(w.pid != pid for w in stage.workers), "its end is known")
-        stage.until(lambda: stage.parent.counters()["quarantined"] == 0, "what the dead worker had is given back")
+        stage.until(lambda: stage.parent.counters().get("quarantined", 0) == 0, "what the dead worker had is given back")
         for one in new:
             if not stage.whole(one):
                 stage.problem(f"a tensor of {one.nbytes} bytes, made right after the kill, was changed")

@@ -1,12 +1,14 @@
-"""Bytes that both sides know, and what a process holds: descriptors, threads, mappings of shared memory, memory.
+"""Bytes that both sides know, and what a process holds: descriptors, threads, mappings of shared memory, memory, what is allocated.
 
 Only the standard library: workers without anything else import it too. Does not: start or check anything."""
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
 import random
+import sys
 
 LONGEST = 4 << 20  # the largest tensor
 #: Every tensor is a slice of this. Two slices that begin elsewhere have hardly a byte in common.
@@ -54,6 +56,47 @@ def resident() -> tuple[int, int]:
         _, whole, shared = map(int, statm.read().split()[:3])
     page = os.sysconf("SC_PAGE_SIZE")
     return (whole - shared) * page, shared * page
+
+
+def in_files() -> int:
+    """Bytes that the files without a name hold, of which this process has a descriptor; whether it maps them or not."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = f"/proc/self/fd/{fd}"
+            if os.readlink(path).startswith("/memfd:"):
+                stat = os.stat(path)
+                found[stat.st_ino] = 512 * stat.st_blocks
+    return sum(found.values())
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def allocated() -> dict[str, int]:
+    """What is in use of memory, by what the allocators say: they keep more than that, which `resident` counts too. Python's
+    blocks, which glibc knows nothing of, by their number; bytes only where glibc can say (2.33)."""
+    found = {"python blocks": sys.getallocatedblocks()}
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallinfo2"):
+        libc.mallinfo2.restype = _Mallinfo2
+        info = libc.mallinfo2()
+        found["allocated"] = info.uordblks + info.hblkhd
+    return found
+
+
+def simulated_memory() -> int:
+    """Bytes of the simulated GPUs' memory that this process's mappings show: a part of what it shares."""
+    found, name = 0, ""
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            first, _, rest = line.partition(" ")
+            if not first.endswith(":"):
+                name = rest
+            elif first == "Rss:" and "/memfd:simcuda-" in name:
+                found += int(rest.split()[0]) << 10
+    return found
 
 
 def count() -> dict[str, int]:

@@ -3,6 +3,7 @@
 Not comfy_zerocopy's code on purpose: the bytes are made here from docs/protocol.md. Starts quickly: there are hundreds."""
 import _signal as signal
 import _socket as socket
+import _thread
 import array
 import fcntl
 import os
@@ -32,6 +33,13 @@ class Socket:
             return
         self.packet(magic + struct.pack("<HHIIQQ", kind, flags, len(fds) if nfds is None else nfds, len(body) if length is None else length, seq, id)
                     + body, fds)
+
+    def room(self, nbytes):
+        """What was sent and not read may be so much, where this process may ask for it: none of the peer's own room."""
+        try:
+            self.s.setsockopt(socket.SOL_SOCKET, 32, nbytes)  # SO_SNDBUFFORCE
+        except PermissionError:
+            pass
 
     def recv(self):
         """(type, seq, id, body); descriptors that come along are closed."""
@@ -304,6 +312,11 @@ reply("releases_forged_count", (RELEASE, ids(1, count=1 << 30)))
 reply("releases_backwards", (RELEASE, ids(BIG)))
 reply("refuses_unknown_import", (IMPORT_REFUSED, struct.pack("<I", 3) + string("no"), {"id": 999}))
 reply("refuses_import_0", (IMPORT_REFUSED, struct.pack("<I", 3) + string("no"), {"id": 0}))
+# Numbers that are transfers of another worker's session, see test_of_two_workers.
+ANOTHERS = INPUT, MADE = 41, 42
+reply("releases_anothers", (RELEASE, ids(*ANOTHERS)))
+reply("keeps_anothers", (RESULT, result(FINE, kept=ANOTHERS)))
+reply("refuses_anothers", (IMPORT_REFUSED, struct.pack("<I", 3) + string("no"), {"id": INPUT}))
 reply("error_with_junk", (ERROR, result(b"junk", code=1)))
 reply("error_code_unknown", (ERROR, result(sequence(b"t", *[text("x")] * 3, mapping()), code=1 << 31)))
 reply("error_of_other_shape", (ERROR, result(sequence(b"t", integer(1)), code=1)))
@@ -367,27 +380,45 @@ reply("alloc_place_3", (ALLOC, alloc(place=3), {"id": 1}))
 reply("alloc_truncated", (ALLOC, alloc()[:30], {"id": 1}))
 
 
+def asks(s, seq, n):
+    """n results of no byte, and of one in turn: what each costs the parent, max_result_bytes hardly counts."""
+    for i in range(n):
+        s.send(ALLOC, alloc(shape=(i % 2,)), seq, i + 1)
+
+
 def many_allocs(n):
+    """All of them pending at once, as far as the socket lets them: another thread reads the answers."""
     def go(s, seq):
-        made = 0
-        for i in range(n):
-            s.send(ALLOC, alloc(shape=(i % 2,)), seq, i + 1)
-            made += allocated(s)[0] > 0
-        s.send(RESULT, result(value(integer(made))), seq)
+        made, over = [0], _thread.allocate_lock()
+        over.acquire()
+
+        def read():
+            for _ in range(n):
+                made[0] += allocated(s)[0] > 0
+            over.release()
+
+        _thread.start_new_thread(read, ())
+        asks(s, seq, n)
+        over.acquire()
+        s.send(RESULT, result(value(integer(made[0]))), seq)
     return go
 
 
-during["allocs_100000"] = many_allocs(100_000)
-during["allocs_20000"] = many_allocs(20_000)
+def allocs_unread(n):
+    """Never reads an answer."""
+    def go(s, seq):
+        s.room(n * 1024)
+        asks(s, seq, n)
+        if "HOSTILE_TOLD" in os.environ:
+            with open(os.environ["HOSTILE_TOLD"], "w") as told:
+                told.write(str(n))
+        wait()
+    return go
 
 
-@late
-def allocs_unread(s, seq):
-    """Asks, and never reads an answer."""
-    i = 0
-    while True:
-        i += 1
-        s.send(ALLOC, alloc(), seq, i)
+for _n in (20_000, 100_000, 1_000_000):
+    during[f"allocs_{_n}"] = many_allocs(_n)
+    during[f"allocs_unread_{_n}"] = allocs_unread(_n)
 
 
 def flood(name, *arguments, **options):
@@ -470,6 +501,8 @@ for _tag in ("np.scalar", "np.dtype", "torch.dtype", "torch.device", "torch.Size
             tree(f"extension {_tag} {_n}", extension(_tag, _node))
 tree("view_unknown_buffer", view(999))
 tree("view_buffer_big", view(BIG))
+tree("view_of_anothers_input", view(INPUT))
+tree("view_of_anothers_result", view(MADE))
 tree("view_without_buffer", view(0))
 tree("view_empty", view(0, shape=(0, 5), strides=(5, 1)))
 tree("view_empty_huge", view(0, shape=(0, 1 << 62, 1 << 62), strides=(1, 1, 1)))
