@@ -346,6 +346,23 @@ def test_every_size_around_the_drivers_limit(script: Script, before: int) -> Non
     """, SIMCUDA_MEMORY="40GiB", **SOUND)
 
 
+@pytest.mark.parametrize(("limit", "before", "holds"), [(1, 32 << 20, False), (2, 32 << 20, True), (2, 1000, False)])
+def test_a_guard_below_the_checks_own_chunks(script: Script, limit: int, before: int, holds: bool) -> None:
+    """Its 64 MiB are two chunks, or three where they begin inside one: then no import is tried, and the pool is not used."""
+    script(f"""
+        x = in_pool({before})
+        byte(x, 0).copy_from(b"\\7")
+        with worker() as w:
+            assert w.call("bytes_at", x, [0]) == b"\\7"
+            if {holds}:
+                assert shared(w) is True and w.status()["pools"] == {{0: "proved"}}
+            else:
+                assert "the driver imports no more than {limit} at once" in shared(w) and shared(w) in w.status()["pools"][0]
+                next_best(w, "input")
+            assert w.status()["windows"] == {{}}
+    """, **lowered(limit))
+
+
 def test_whole_copies_across_windows(script: Script) -> None:
     """Bytes of all of it, through the package's own copies, which end where a window does."""
     script("""
