@@ -131,7 +131,7 @@ def stubborn():
 
 
 @expose
-def thread_sees_cancel():
+def thread_sees_cancel(marker):
     """What cancelled() says in a thread while the main thread is interrupted."""
     seen = threading.Event()
 
@@ -142,6 +142,7 @@ def thread_sees_cancel():
 
     threading.Thread(target=watch, daemon=True).start()
     try:
+        open(marker, "w").close()
         time.sleep(60)
     finally:
         _kept.append(seen.wait(10))
