@@ -3,6 +3,7 @@ import gc
 import time
 
 import pytest
+from test_concurrency import script, spawn  # noqa: F401
 
 import comfy_zerocopy as zcx
 
@@ -105,6 +106,77 @@ def test_a_lease_ends_quietly_with_its_worker(worker):
     assert worker.status()["leased"] == 0
     with worker.lease(np.ones(10)):
         worker.close()
+
+
+def test_a_lease_is_one_import_for_as_long_as_it_is_open(script):  # noqa: F811
+    """Of a GPU tensor: no call in it imports, and it lies at the same place; another lease of it is no other import."""
+    script("""
+        with start() as w:
+            data = os.urandom(5000)
+            x = filled_with(zcx.empty((5000,), "uint8", "cuda"), data)
+            w.call("nothing", x)
+            assert w.call("count", "imports") == [0]
+            with w.lease(x):
+                at = w.call("address", x)
+                w.call("fail", "cuMemPoolImportPointer:1:999+")
+                for n in range(4):
+                    assert w.call("address", x) == at and w.call("address", part(x, n, 10)) == at + n
+                    assert w.call("bytes_of", x) == data and crossed(w) == [("input", "pool", False)]
+                    assert w.call("count", "imports") == [1] and w.status()["leased"] == 1
+                with w.lease([x, x]), w.lease(part(x, 0, 100)):
+                    assert w.call("count", "imports") == [1] and w.status()["leased"] == 3
+                until(lambda: w.status()["leased"] == 1, "the inner ones are over")
+                assert w.call("address", x) == at and w.call("count", "imports") == [1]
+                assert w.call("injected") == 0, "no import was tried"
+                w.call("nothing", filled(10, 1))
+                assert crossed(w) == [("input", "staged", True)] and w.call("injected") == 1, "another tensor's would have failed"
+                w.call("fail", "")
+            until(lambda: w.status()["leased"] == 0, "it is over")
+            assert w.call("count", "imports") == [0] and w.call("bytes_of", x) == data
+    """)
+
+
+def test_what_bounds_a_lease(script):  # noqa: F811
+    """The block and the worker's life; not a number: the memory is the caller's own."""
+    script("""
+        import weakref
+        def leased(w):
+            return w.status().get("leased", 0), w.status().get("leased_bytes", 0)
+        class Enough(Exception):
+            pass
+        with start(max_kept_bytes=0) as w:
+            xs = [filled(5000, n) for n in range(40)]
+            with contextlib.suppress(Enough), contextlib.ExitStack() as stack:
+                for x in xs:
+                    stack.enter_context(w.lease(x))
+                assert leased(w) == (40, 200_000) and w.call("count", "imports") == [40]
+                mine = [weakref.ref(x) for x in xs]
+                del x
+                xs.clear()
+                gc.collect()
+                assert all(m() is not None for m in mine), "the block has them, whoever drops them"
+                raise Enough
+            until(lambda: leased(w) == (0, 0) and count("allocations") == 0, "given back, however the block ended")
+            x = filled(5000, 7)
+            with w.lease(x):
+                session, pid = w._session, w.pid
+                os.kill(pid, signal.SIGKILL)
+                until(lambda: session.parent is None, "it is gone")
+                assert w.call("bytes_of", x) == b"\\7" * 5000 and w.pid != pid
+                assert leased(w) == (0, 0) and w.call("count", "imports") == [0], "the next worker has no lease"
+                mine = weakref.ref(x)
+                del x
+                gc.collect()
+                assert mine() is not None, "the block has it all the same"
+            until(lambda: count("allocations") == 0, "given back")
+            x = filled(5000, 7)
+            with w.lease(x):
+                w.close()
+                until(lambda: not parent._all, "its session is over")
+                assert x.tobytes() == b"\\7" * 5000
+            del x
+        settled()
+    """)
 
 
 def test_memory_that_is_only_kept_for_speed_is_given_back_when_nobody_calls(worker, monkeypatch):
