@@ -79,14 +79,62 @@ def test_a_result_that_is_kept_however(start, library):
     until(lambda: w.status()["result_bytes"] == 0, "all comes back")
 
 
-@pytest.mark.parametrize("rung", ["pool", "vmm"])
-def test_a_stashed_gpu_tensor_reads_the_same_calls_later(script, rung):  # noqa: F811
-    """The simulated driver poisons what is freed and gives it out again at once."""
-    script(f"""
-        from comfy_zerocopy import ladder
-        ways, rung = {WAYS!r}, {rung!r}
+@pytest.fixture(scope="module")
+def torch():
+    """Imported before the deadline of a test begins."""
+    return pytest.importorskip("torch")
+
+
+def test_however_a_worker_with_torch_keeps_it(start, torch):
+    """Tensors of the CPU, what numpy sees of them, a capsule of torch's own: inputs, and results that nobody here has."""
+    w = start("keeps", env={"TEST_IMPORT": "torch"})
+    ways, want = (*WAYS, "numpy"), {}
+    for how in ways:
+        x = torch.from_numpy(noise(5000))
+        w.call("keep", how, x)
+        want[how] = x.numpy().tobytes()[how == "view":]
+        x.zero_()
+    assert kept(w) == (len(ways), 5000 * len(ways), 0)
+
+    def same():
+        for _ in range(2):
+            w.call("nothing", *[torch.from_numpy(noise(5000)) for _ in range(8)])
+        assert w.call("read") == want
+
+    same()
+    w.call("forget")
+    until(lambda: w.status()["transfers"] == 0, "all comes back")
+    for i, how in enumerate(ways):
+        assert type(w.call("make_and_keep", how, 3000, i, None)) is torch.Tensor
+        want[how] = bytes([i]) * (3000 - (how == "view"))
+    same()
+    assert [(k.function, k.count, k.nbytes) for k in w.last_report.kept] == [("make_and_keep", len(ways), 3000 * len(ways))]
+    w.call("forget")
+    until(lambda: w.status()["result_bytes"] == 0, "all comes back")
+
+
+# How a tensor of the simulated driver crosses: by what noise() makes.
+BY_RUNG = """
+        from comfy_zerocopy import array, ladder
+        rung = {rung!r}
         if rung == "vmm":
             ladder._shareable_pool = lambda ordinal: None
+        if rung == "staged":
+            other = core().Pool(0)  # that nobody swapped in
+            def noise(n):
+                data, memory = os.urandom(n), array.DeviceMemory(other, n)
+                x = Array(memory, memory.address, (n,), "uint8", None, 0)
+                x.copy_from(data)
+                return x, data
+"""
+RUNGS = ["pool", "vmm", "staged"]
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_stashed_gpu_tensor_reads_the_same_calls_later(script, rung):  # noqa: F811
+    """The simulated driver poisons what is freed and gives it out again at once."""
+    script(BY_RUNG.format(rung=rung) + f"""
+        ways = {WAYS!r}
         with zcx.Worker({os.path.join(os.path.dirname(__file__), 'workers', 'keeps.py')!r}, timeout=40) as w:
             def churn():
                 for _ in range(2):
@@ -98,7 +146,7 @@ def test_a_stashed_gpu_tensor_reads_the_same_calls_later(script, rung):  # noqa:
             for how in ways:
                 x, data = noise(3000)
                 w.call("keep", how, x)
-                assert rungs(w) == [("input", 3000, rung, False)]
+                assert rungs(w) == [("input", 3000, rung, rung == "staged")]
                 want[how] = data[how == "view":]
                 del x
                 churn()
@@ -178,13 +226,16 @@ def test_what_is_replaced_by_the_next_call_does_not_count_twice(start, monkeypat
     assert [k.count for k in w.last_report.kept] == [1]
 
 
-def test_what_is_replaced_by_the_next_call_does_not_count_twice_on_a_gpu(script):  # noqa: F811
-    script(f"""
+@pytest.mark.parametrize("rung", RUNGS)
+def test_what_is_replaced_by_the_next_call_does_not_count_twice_on_a_gpu(script, rung):  # noqa: F811
+    """And what is over it is an error, on each rung."""
+    script(BY_RUNG.format(rung=rung) + f"""
         parent._RELEASE = 20.0
         with zcx.Worker({os.path.join(os.path.dirname(__file__), 'workers', 'keeps.py')!r}, timeout=40, max_kept_bytes=6000) as w:
             for i in range(10):
                 x, data = noise(5000)
                 w.call("keep", "attribute", x)
+                assert rungs(w) == [("input", 5000, rung, rung == "staged")]
             assert w.status()["calls"] == 10, "no collection was asked for"
             assert w.call("read") == {{"attribute": data}}
             x, more = noise(1001)
@@ -193,6 +244,8 @@ def test_what_is_replaced_by_the_next_call_does_not_count_twice_on_a_gpu(script)
                 w.call("keep_more", x)
             except zcx.KeptTooMuch as error:
                 assert "2 buffers with 6001 bytes of cuda:0 (1 of keep, 1 of keep_more)" in str(error), error
+                assert [tuple(k) for k in error.kept] == [("keep", 0, 1, 5000), ("keep_more", 0, 1, 1001)] == [tuple(k) for k in w.last_report.kept]
+                assert (w.status()["kept"], w.status()["kept_bytes"], w.status()["kept_device_bytes"]) == (2, 6001, 6001)
             else:
                 raise AssertionError
             w.call("forget")

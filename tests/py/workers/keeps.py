@@ -16,6 +16,10 @@ else:
 _kept = {}  # how: what gives the bytes
 
 
+def raw(x):
+    return x.numpy().tobytes() if hasattr(x, "numpy") else x.tobytes()
+
+
 class Model:
     prev = None
 
@@ -23,12 +27,12 @@ class Model:
 def by_attribute(x):
     model = Model()
     model.prev = x
-    return lambda: model.prev.tobytes()
+    return lambda: raw(model.prev)
 
 
 def by_closure(x):
     def inner():
-        return x.tobytes()
+        return raw(x)
     return inner
 
 
@@ -40,11 +44,14 @@ def by_traceback(x):
     except ValueError as error:
         stored = error
     del x
-    return lambda: stored.__traceback__.tb_next.tb_frame.f_locals["argument"].tobytes()
+    return lambda: raw(stored.__traceback__.tb_next.tb_frame.f_locals["argument"])
 
 
 def by_capsule(x):
     """DLPack: whoever holds it needs no object of ours."""
+    if hasattr(x, "data_ptr"):
+        made, there = sys.modules["torch"].utils.dlpack.to_dlpack(x), Array(None, x.data_ptr(), tuple(x.shape), "uint8")
+        return lambda: made and there.tobytes()
     array = x if isinstance(x, Array) else Array(x, x.__array_interface__["data"][0], x.shape, x.dtype.name, x.strides)
     capsule, seen = array.__dlpack__(), Array(None, array.address, array.shape, array.dtype, array.strides, array.device)
     return lambda: capsule and seen.tobytes()
@@ -52,7 +59,13 @@ def by_capsule(x):
 
 def by_view(x):
     view = Array(x.owner, x.address + 1, (x.size - 1,), x.dtype, None, x.device) if isinstance(x, Array) else x[1:]
-    return lambda: view.tobytes()
+    return lambda: raw(view)
+
+
+def by_numpy(x):
+    """What a torch tensor on the CPU shows of itself."""
+    array = x.numpy()
+    return lambda: array.tobytes()
 
 
 def by_thread(x):
@@ -60,7 +73,7 @@ def by_thread(x):
 
     def run(x):
         while wanted.get():
-            given.put(x.tobytes())
+            given.put(raw(x))
 
     thread = threading.Thread(target=run, args=(x,), daemon=True)
     thread.start()
