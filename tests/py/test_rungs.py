@@ -566,6 +566,8 @@ def test_results_through_pinned_memory(script):
                     assert crossed(w) == [("input", "host", True), ("result", "host", True)], crossed(w)
                     assert got.device == 0 and got.tobytes() == complement(data)
                     del got
+            data = os.urandom(5 * MIB + 3)
+            x = unshareable(data)
             many = w.call("own_many", x, 7)
             assert all(m.tobytes() == complement(data) for m in many) and all(r == ("host", True) for r in result_rungs(w))
             assert w.status()["copies"] == {0: "proved"} and "start-up check of the arena failed" in w.status()["vmm"][0]
