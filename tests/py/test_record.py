@@ -1,16 +1,20 @@
-"""tests/gpu/record.py: what it records is what happened, also when a step fails, hangs or shows nothing."""
+"""tests/gpu/record.py: what it records is what happened, also when a step fails, hangs or shows nothing. tests/records.py: what the
+page says of records is what they say."""
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import json
 import pathlib
+import re
 import sys
 import time
 from types import ModuleType
 
 import pytest
 from conftest import ROOT
+
+import records
 
 
 @pytest.fixture
@@ -75,3 +79,35 @@ def test_the_record_is_whole_or_says_that_it_is_not(record: ModuleType, monkeypa
     assert {"driver", "torch", "python", "date", "floor"} <= set(found) and found["python"] == sys.version.split()[0]
     assert (found["rows"], found["ratios"], found["transfers"]) == (rows, [1], [2])
     assert set(found["steps"]) == {"conformance", "gpu tests", "demo", "bench"}
+
+
+# ---- the figures of docs/reliability.md ----
+
+
+@pytest.mark.parametrize("name", records.TABLES)
+def test_the_page_says_what_the_records_say(name: str) -> None:
+    """After a new record: python tests/records.py --write"""
+    assert records.written(records.PAGE.read_text(encoding="utf-8"), name) == f"\n{records.TABLES[name]()}\n"
+
+
+def test_every_record_of_the_page_is_in_its_list() -> None:
+    page = records.PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r"results/([\w-]+\.json)\)", page))
+    assert named == set(re.findall(r"results/([\w-]+\.json)\)", records.sources())) >= {name for kind in records.KINDS for name, _ in records.load(kind)}
+
+
+def test_figures_outside_the_tables_are_those_of_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there may be more of at the end, and what CI does."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "race")
+    import mix
+
+    slack = mix.SLACK
+    page = re.sub(r"<!-- records: \w+ -->.*?<!-- end -->", "", records.PAGE.read_text(encoding="utf-8"), flags=re.S)
+    for figure, text in ((slack["memory"] >> 20, "- {} MiB of own and"), (slack["shared memory"] >> 20, "and {} MiB of shared memory"),
+                         (slack["allocated"] >> 20, "of which {} MiB and"), (f"{slack['python blocks']:,}", "and {} of Python's blocks"),
+                         (slack["pool of"] >> 20, "- {} MiB in each pool"), (slack["vram of cuda:0 outside"] >> 20, "on a card {} MiB outside it"),
+                         (mix.CARD["memory"] >> 20, "On a card {} MiB of each"), (mix.EVENTS, "- {} events for each arena")):
+        assert text.format(figure) in page
+    in_ci = (ROOT / "tests" / "py" / "test_race.py").read_text()
+    assert '((100_000, "pool", 16 << 10), (10_000, "host", 256 << 10))' in in_ci and '"allocs", "--allocs", "100000"' in in_ci
+    assert "100,000 calls on the simulated driver with tensors of at most 16 KiB, and 10,000 on the host" in page and "CI does it with 100,000" in page

@@ -28,7 +28,7 @@ from typing import Any
 import mix
 
 WARM_UP = 12  # moments before the first that counts
-MOST = 4  # moments for each that hits: where it takes more, the kills come at the wrong times
+MOST = 10  # moments for each that hits: where it takes more, the kills come at the wrong times
 SAMPLES = 40  # of this process's own memory
 
 
