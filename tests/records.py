@@ -136,10 +136,15 @@ def allocs() -> str:
     said = {"read": "the answers are read by another thread", "not read": "they are not read; the call has a deadline",
             "not read, cancelled": "they are not read; the call is cancelled when all was asked for",
             "not read, no deadline": "they are not read; the call has no deadline"}
-    rows = [[said[name], "–" if s["pending_before_the_first_was_read"] is None else number(s["pending_before_the_first_was_read"]), re.sub(r"^int: (\d+)$", lambda m: f"{int(m[1]):,} results", s["ended_by"].partition(": worker")[0])
-             if name == "read" else f"`{s['ended_by'].partition(':')[0]}`", f"{s['seconds']:.1f}", megabytes(s["rise"]["memory"]),
-             megabytes(s["rise"]["shared files"]), number(s["rise"]["descriptors"])] for _, r in records for name, s in r["scenes"].items()]
-    return (table(("the worker's requests: " + ", ".join(number(r["allocs"]) for _, r in records), "pending before the first was read", "the call ends with", "after s", "more own memory, MB", "more in shared files, MB", "more descriptors"), rows)
+
+    def row(name: str, s: Record) -> list[str]:
+        pending, ended, rise = s["pending_before_the_first_was_read"], s["ended_by"].split(": "), s["rise"]
+        return [said[name], "–" if pending is None else number(pending), f"{int(ended[1]):,} results" if ended[0] == "int" else f"`{ended[0]}`",
+                f"{s['seconds']:.1f}", megabytes(rise["memory"]), megabytes(rise["shared files"]), number(rise["descriptors"])]
+
+    return (table((f"the worker's requests: {', '.join(number(r['allocs']) for _, r in records)}", "pending before the first was read", "the call ends with",
+                   "after s, asking included", "more own memory, MB", "more in shared files, MB", "more descriptors"),
+                  [row(name, s) for _, r in records for name, s in r["scenes"].items()])
             + "\n" + "".join(f"- at the end, of what there was before: {left(r['before'], r['after'])}\n" for _, r in records) + commands(records))
 
 
