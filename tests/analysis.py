@@ -1,8 +1,8 @@
 """Analyse the C code: what compilers' analysers, linters, valgrind and ThreadSanitizer have to say about it.
 
-    python3 tests/analysis.py [gcc] [clang-tidy] [cppcheck] [valgrind] [tsan] [--json OUT]
+    python3 tests/analysis.py [gcc] [clang-tidy] [cppcheck] [valgrind] [tsan] [asan] [--json OUT]
 
-Without a name all five run. Each prints its findings and how many are known; the exit status is 1 if there is one that
+Without a name all six run. Each prints its findings and how many are known; the exit status is 1 if there is one that
 tests/analysis/exceptions.txt does not explain, or a tool that was asked for is missing.
 
   gcc         -fanalyzer over csrc/
@@ -10,6 +10,8 @@ tests/analysis/exceptions.txt does not explain, or a tool that was asked for is 
   cppcheck    over csrc/: warning, performance, portability (not style: where a variable is declared is not its business)
   valgrind    the programs of tests/c, built without sanitizers: memory errors, leaks, descriptors left open
   tsan        the programs of tests/c that say `// also: thread`, built with -fsanitize=thread
+  asan        the extension, built with AddressSanitizer and UBSan, under the Python tests named in SANITIZED. (The programs of tests/c, which
+              have all the rest of csrc/, run under both with the other tests.)
 
 Debian: apt-get install gcc clang-tidy cppcheck valgrind. The list of exceptions was made with the versions at its head; others may
 find more or less.
@@ -36,6 +38,8 @@ import cbuild
 ROOT = cbuild.ROOT
 EXCEPTIONS = ROOT / "tests" / "analysis" / "exceptions.txt"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", '-DZCX_VERSION="0"', "-Icsrc", "-isystem", sysconfig.get_paths()["include"]]
+#: What the extension itself has to do: all types, all errors of a call, hostile workers, memory kept and memory missing, on host and GPU.
+SANITIZED = tuple(f"tests/py/test_{name}.py" for name in ("trees", "lease", "wire_session", "quota", "pool_sim", "rungs", "regress", "host"))
 DEFAULT_SECONDS = 1200  # of one program under valgrind or ThreadSanitizer
 
 
@@ -180,9 +184,35 @@ def tsan() -> list[Finding]:
     return found
 
 
+def asan(files: tuple[str, ...] = SANITIZED) -> list[Finding]:
+    """In a copy of the tree, because the package is imported, and lent to workers, from where its extension lies. Leaks are not looked for: the
+    interpreter has its own."""
+    found = []
+    cases = [k for k in known()[1] if k.tool == "asan"]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder, "copy")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info", "_zcx*.so"))
+        subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=copy, check=True, capture_output=True,
+                       env={**os.environ, "ZCX_SANITIZE": "address,undefined"})
+        runtime = subprocess.run([cbuild.CC, "-print-file-name=libasan.so"], check=True, capture_output=True, text=True).stdout.strip()
+        log = pathlib.Path(folder, "log")
+        env = {**os.environ, "PYTHONPATH": str(copy), "LD_PRELOAD": runtime, "PYTHONDONTWRITEBYTECODE": "1", "TESTS_PATIENCE": "4",
+               "ASAN_OPTIONS": f"detect_leaks=0:abort_on_error=1:log_path={log}", "UBSAN_OPTIONS": f"halt_on_error=1:print_stacktrace=1:log_path={log}"}
+        for name in files:
+            without = [f"--deselect={k.file}::{k.text}" for k in cases if k.file == name]
+            done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name, *without], cwd=copy, env=env, check=False,
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            said = "".join(p.read_text(errors="replace") for p in sorted(log.parent.glob("log.*")))
+            if done.returncode or said:
+                found.append(Finding("asan", f"exit status {done.returncode}", name, 0, "", said[:6000] or done.stdout[-6000:]))
+                for p in log.parent.glob("log.*"):
+                    p.unlink()
+    return found
+
+
 TOOLS: dict[str, tuple[Callable[[], list[Finding]], tuple[str, ...]]] = {
     "gcc": (gcc, ("gcc",)), "clang-tidy": (clang_tidy, ("clang-tidy",)), "cppcheck": (cppcheck, ("cppcheck",)), "valgrind": (valgrind, ("valgrind",)),
-    "tsan": (tsan, (cbuild.CC,)),
+    "tsan": (tsan, (cbuild.CC,)), "asan": (asan, (cbuild.CC,)),
 }
 
 

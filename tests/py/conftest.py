@@ -17,7 +17,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FAKES = pathlib.Path(__file__).resolve().parent / "fakes"
 WORKERS = pathlib.Path(__file__).resolve().parent / "workers"
-LIMIT = 50  # seconds for one test
+PATIENCE = int(os.environ.get("TESTS_PATIENCE", "1"))  # how many times as long things may take: tests/analysis.py, under sanitizers
+LIMIT = 50 * PATIENCE  # seconds for one test
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -42,7 +43,7 @@ def run(tmp_path: pathlib.Path) -> Run:
                  if not k.startswith(("COMFY_ZEROCOPY", "ZCX_", "FAKE_", "PYTHON", "CUDA_VISIBLE"))}
         clean.update(PYTHONPATH=os.pathsep.join(map(str, path)), PYTHONDONTWRITEBYTECODE="1", **(env or {}))
         done = subprocess.run([sys.executable, *([] if site else ["-S"]), "-c", textwrap.dedent(code)], env=clean, cwd=str(cwd), check=False,
-                              capture_output=True, text=True, timeout=timeout)
+                              capture_output=True, text=True, timeout=timeout * PATIENCE)
         if ok:
             assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
@@ -92,7 +93,7 @@ def start() -> Iterator[Callable[..., Any]]:
     def go(target: str | os.PathLike[str], **options: Any) -> Any:
         name = os.fspath(target)
         path = WORKERS / f"{name}.py"
-        w = zcx.Worker(path if path.is_file() else name, **{"timeout": 40, **options})
+        w = zcx.Worker(path if path.is_file() else name, **{"timeout": 40 * PATIENCE, **options})
         made.append(w)
         return w
 

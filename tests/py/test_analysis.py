@@ -67,6 +67,17 @@ def test_valgrind_sees_leaks_and_descriptors(tmp_path: pathlib.Path, monkeypatch
         assert [f.file for f in analysis.valgrind()] == [f"tests/c/test_{name}.c"]
 
 
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("gcc"), reason="needs gcc and its sanitizers")
+def test_the_extension_under_sanitizers(tmp_path: pathlib.Path) -> None:
+    """Its whole tree code; and that what it does wrong would be heard."""
+    wrong = tmp_path / "test_wrong.py"
+    wrong.write_text("import ctypes, pathlib\nimport comfy_zerocopy._zcx as z\n\ndef test_wrong():\n"
+                     "    assert b'__asan_init' in pathlib.Path(z.__file__).read_bytes()\n"
+                     "    ctypes.memset(ctypes.create_string_buffer(4096), 0, 8192)\n")
+    (found,) = analysis.asan(("tests/py/test_trees.py", str(wrong)))
+    assert found.file == str(wrong) and "heap-buffer-overflow" in found.message, found.message
+
+
 def test_a_missing_tool_is_an_error(tmp_path: pathlib.Path) -> None:
     done = subprocess.run([sys.executable, str(cbuild.ROOT / "tests" / "analysis.py"), "cppcheck"], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 1 and "cppcheck is not on this machine" in done.stdout, done.stdout + done.stderr
