@@ -12,6 +12,7 @@ import pathlib
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, until
 
 import cbuild
 
@@ -273,6 +274,99 @@ def survivors(parents: dict[str, Walk]) -> Callable[[str], dict[str, list[int]]]
 @pytest.mark.parametrize("memory, state", [("device", s) for s in ENDS] + [("host", s) for s in HOST_ENDS])
 def test_the_parent_ends(survivors, memory, state):
     assert survivors(memory)[state] == []
+
+
+OWN = """
+import os, signal, time
+from comfy_zerocopy.worker import expose
+
+@expose
+def echo(x):
+    return x
+
+@expose
+def child():
+    pid = os.fork()
+    while not pid:
+        signal.pause()
+    return pid
+
+@expose
+def beat(path):
+    while True:
+        with open(path, "ab", 0) as f:
+            f.write(b".")
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_stopped_worker_without_a_timeout_is_waited_for(start, own):
+    w = start(own, timeout=None)
+    assert w.call("echo", 1) == 1
+    pid = w.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+        future = w.submit("echo", 2)
+        until(lambda: w.status()["state"] == "calling", "the call was sent")
+        assert not future.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert future.result(40) == 2 and w.pid == pid
+
+
+@pytest.mark.parametrize("how", ["kill", "timeout"])
+def test_what_is_in_the_workers_process_group_ends_with_it(start, own, how, monkeypatch):
+    from comfy_zerocopy import CallTimeout, parent
+
+    monkeypatch.setattr(parent, "_GRACE", 0.1)
+    w = start(own)
+    child, pid = w.call("child"), w.pid
+    assert os.getpgid(child) == pid and not ended(child)
+    if how == "kill":
+        w.kill()
+    else:
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(CallTimeout):
+            w.call("echo", 1, timeout=0.1)
+    until(lambda: ended(child), "it went with the worker")
+
+
+def test_a_fork_of_the_parent_keeps_the_worker(run, own, tmp_path):
+    """One that executes nothing holds the parent's end too: the worker lives on when the parent dies, and ends with the fork."""
+    beats = tmp_path / "beats"
+    found = run(f"""
+        import os, signal
+        import comfy_zerocopy as zcx
+        w = zcx.Worker({str(own)!r})
+        pid = w.call("child") and w.pid
+        w.submit("beat", {str(beats)!r})
+        while not os.path.exists({str(beats)!r}):
+            os.sched_yield()
+        fork = os.fork()
+        if not fork:
+            os.closerange(0, 3)
+            while True:
+                signal.pause()
+        print(pid, fork, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """, ok=False)
+    worker, fork = map(int, found.stdout.split())
+    try:
+        assert found.returncode == -signal.SIGKILL
+        before = beats.stat().st_size
+        until(lambda: beats.stat().st_size > before + 50, "it goes on working")
+        assert not ended(worker)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+    until(lambda: ended(worker), "it ends with the fork")
 
 
 def test_a_row_that_does_not_hold_is_found(walks):
