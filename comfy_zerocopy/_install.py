@@ -77,7 +77,7 @@ def _say(error: Exception) -> str:
     return getattr(error, "text", None) or str(error) or type(error).__name__
 
 
-def _may_have_gpu() -> bool:
+def may_have_gpu() -> bool:
     """By the driver's device files (WSL2's too): nothing is opened. For advice only."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and getattr(getattr(torch, "version", None), "cuda", "") is None:
@@ -119,7 +119,7 @@ class _Installation:
         self.state, self.reason = "off", ""
         if self.settings.mode == "off":
             if self.settings.source == "default":
-                self.reason = (f"set {config.ENVIRONMENT}=1 to share the GPU tensors that workers return" if _may_have_gpu() else
+                self.reason = (f"GPU results lie in memory that torch does not count; {config.ENVIRONMENT}=1 makes them ordinary tensors" if may_have_gpu() else
                                "no NVIDIA GPU is in sight; CPU tensors need no mode")
             return
         try:

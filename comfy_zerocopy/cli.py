@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     command, json_output = options.pop("command"), options.pop("json")
     try:
-        return importlib.import_module(f"{__package__}.{command}").main(json_output, **options)
+        status: int = importlib.import_module(f"{__package__}.{command}").main(json_output, **options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # its reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere, when the interpreter ends
+        return 1
     except Exception as error:
         from .errors import Error
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from . import __version__, _install, _native, config, probe
+from .errors import Error
 
 
 class Finding(NamedTuple):
@@ -172,12 +173,12 @@ def _torch(may_import: bool) -> Iterator[Finding]:
 
 
 def _shareable(touch: bool) -> bool:
-    """Is there a GPU whose tensors a mode would share? What cannot be known here counts as yes."""
+    """Is there a GPU whose tensors a mode would share? Where nothing may be opened: does it look so?"""
     torch: Any = sys.modules.get("torch")
     if not _native.verdict().ok or (torch is not None and torch.version.cuda is None):
         return False
     if not touch:
-        return True
+        return _install.may_have_gpu()
     try:
         return any(d["pools"] and d["posix_fd_pools"] for d in _native.zcx().driver()["devices"])
     except _native.zcx().Failure:
@@ -196,9 +197,10 @@ def _mode(touch: bool) -> Iterator[Finding]:
     elif settings.mode == "off" and not _shareable(touch):
         yield Finding("mode", "ok", f"off (set by {settings.source}): there are no GPU tensors to share here, and CPU tensors need no mode")
     elif settings.mode == "off":
-        yield Finding("mode", "ok", f"off (set by {settings.source}): GPU tensors are not shared, the rest works",
-                      f"To share results, set {config.ENVIRONMENT}=1 for ComfyUI" +
-                      (f', or write {{"mode": "results"}} into {where}.' if where else "."))
+        yield Finding("mode", "ok", f"off (set by {settings.source}): GPU results are shared, as memory that torch does not count; GPU inputs are "
+                                    "copied on the GPU",
+                      f"For results that are ordinary tensors of torch's, set {config.ENVIRONMENT}=1 for ComfyUI" +
+                      (f', or write {{"mode": "results"}} into {where};' if where else ";") + " mode swap shares inputs too (README.md has the price).")
     else:
         yield Finding("mode", "ok", f"{settings.mode} is asked for by {settings.source}; it takes force where install() runs")
 
@@ -239,9 +241,16 @@ def text(report: dict[str, Any]) -> str:
 def main(json_output: bool, probe_driver: bool = False) -> int:
     import json
 
-    found = probe.measure(tell=lambda line: None if json_output else print(f"  {line}", flush=True)) if probe_driver else None
+    found: dict[str, Any] | None = None
+    if probe_driver and _native.verdict().ok:  # else the report says why nothing can run
+        try:
+            found = probe.measure(tell=lambda line: None if json_output else print(f"  {line}", flush=True))
+        except (Error, _native.zcx().Failure) as error:
+            found = {"error": str(error).splitlines()[0]}
     report = examine()
     if found is not None:
         report["probe"] = found
+        if "error" in found:
+            report["findings"].append(Finding("probe", "note", f"cannot be probed: {found['error']}")._asdict())
     print(json.dumps(report) if json_output else text(report))
     return 0 if report["ok"] else 1

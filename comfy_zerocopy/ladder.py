@@ -298,7 +298,8 @@ def empty(shape: Any, dtype: Any = "float32", device: Any = "cuda") -> Any:
     shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
     ordinal = tensor.device_index(device)
     if ordinal is None:
-        raise ValueError("zcx.empty() is for GPU tensors; a CPU tensor crosses as it is")
+        raise ValueError("zcx.empty() is for GPU tensors; a CPU tensor needs no such memory: it is copied once into shared memory, and one that a "
+                         "call returned is there already")
     itemsize = tensor.itemsize_of(name)
     nbytes = itemsize
     for n in shape:
@@ -312,6 +313,15 @@ def empty(shape: Any, dtype: Any = "float32", device: Any = "cuda") -> Any:
     return memory.build(tensor.TORCH, 0, name, shape, contiguous_strides(shape, itemsize), 0)
 
 
+def _no_gpu() -> str:
+    """Why this process sees no GPU at all; "" where it sees one."""
+    z = _native.zcx()
+    try:
+        return "" if z.driver()["devices"] else "there is no NVIDIA GPU in this process (CUDA_VISIBLE_DEVICES?)"
+    except z.Failure as failure:
+        return f"there is no NVIDIA GPU (or driver) in this process: {failure}"
+
+
 def _shareable(ordinal: int, nbytes: int) -> tuple[Any, int]:
     z = _native.zcx()
     pool = _shareable_pool(ordinal)
@@ -323,6 +333,6 @@ def _shareable(ordinal: int, nbytes: int) -> tuple[Any, int]:
             return owner, address
         del owner  # torch's backend is another one
     if arena is None:
-        raise Error(f"cuda:{ordinal} has no pool and no virtual memory that can be exported")
+        raise Error(_no_gpu() or f"cuda:{ordinal} has no pool and no virtual memory that can be exported")
     memory = room.with_room(ordinal, nbytes, _EMPTY, lambda: ArenaMemory(arena, nbytes, False), pooled=False)
     return memory, memory.address

@@ -17,6 +17,7 @@ import logging
 import os
 import pathlib
 import platform
+import queue
 import signal
 import threading
 import time
@@ -108,6 +109,7 @@ class _Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._inside: set[int] = set()  # threads that have the lock, or are about to
         self._holder: _Ticket | None = None
         self._queue: collections.deque[_Ticket] = collections.deque()
 
@@ -117,16 +119,27 @@ class _Turn:
 
     def require_free(self, what: str) -> None:
         """Who has the turn would wait for itself: callbacks, hooks and finalizers run in the midst of a call."""
-        holder = self._holder
-        if holder is not None and holder.thread == threading.get_ident():
+        holder, here = self._holder, threading.get_ident()
+        if here in self._inside or holder is not None and holder.thread == here or any(t.thread == here for t in list(self._queue)):
             raise Error(f"{what} from within a call of the same worker")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The garbage collector may run a finalizer here, in this thread, which must not wait for the lock: require_free() tells it."""
+        here = threading.get_ident()
+        self._inside.add(here)
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._inside.discard(here)
 
     def take(self, mine: _Ticket, deadline: float | None) -> bool:
         """True with the turn; False at the deadline (time.monotonic). give() must follow in every case."""
-        with self._lock:
+        with self._locked():
             self._queue.append(mine)
         while True:
-            with self._lock:
+            with self._locked():
                 if self._holder is None:
                     self._holder = self._queue.popleft()
                     self._holder.wake.release()
@@ -139,7 +152,7 @@ class _Turn:
 
     def give(self, mine: _Ticket) -> None:
         """Out of the line, or on to the next in it."""
-        with self._lock:
+        with self._locked():
             if mine in self._queue:
                 self._queue.remove(mine)
             if self._holder is mine:
@@ -291,7 +304,8 @@ class Worker:
     python: the interpreter (default: this one). 3.11 or newer needs nothing installed, the package is lent to it; 3.10 only if
         this process runs 3.10 too, or if the package is installed in that environment.
     env: changes to this process's environment (None removes a variable). cwd: its working directory. name: for logs.
-    timeout: seconds for each call that names none; None: no limit. It covers waiting for the worker's turn and its start.
+    timeout: seconds for each call that names none; None: no limit. It covers waiting for the worker's turn and its start, but not what
+        a submitted call waits for those that were submitted before it.
     max_result_bytes: all results of one call together; None: as the configuration says, else what the machine can hold.
     max_kept_bytes: what the worker's code may go on referring to when the calls that lent it are over, of host memory and of each GPU's;
         None: as the configuration says, else a quarter of the machine's memory, and of the GPU's. What lease() holds does not count.
@@ -334,8 +348,7 @@ class Worker:
         weakref.finalize(self, _abandon, self._box).atexit = False
         self._closed = False
         self._foreign = False  # a copy in a forked child: the process and its locks are the parent's
-        self._queue: _Queue | None = None
-        self._queue_lock = threading.Lock()
+        self._queue = _Queue(self)
         self._demoted = canary.Verdicts()
         self.last_report = Report(())
         _workers.add(self)
@@ -391,13 +404,10 @@ class Worker:
     def close(self) -> None:
         """Let the running call end, say goodbye, and end the process. Idempotent; a later call is an error."""
         self._turn.require_free(f"worker {self.name} cannot be closed")
-        with self._queue_lock:  # what is submitted from here on is refused
-            self._closed = True
-            queue = self._queue
-        if self._foreign:
+        self._closed = True  # what is submitted from here on is refused
+        if self._foreign or _exiting:
             return
-        if queue is not None:
-            queue.close()
+        self._queue.close()
         mine = _Ticket()
         try:
             self._turn.take(mine, None)
@@ -430,11 +440,8 @@ class Worker:
         done. cancel() reaches the worker while it runs. Futures of one worker run in the order of submission."""
         self._require_own()
         _seconds(timeout)
-        with self._queue_lock:
-            self._require_open()
-            if self._queue is None:
-                self._queue = _Queue(self)
-            return self._queue.put(function, args, kwargs, timeout, tensor.current_streams())
+        self._require_open()
+        return self._queue.put(function, args, kwargs, timeout, tensor.current_streams())
 
     @contextlib.contextmanager
     def lease(self, tensor: Any) -> Iterator[None]:
@@ -449,12 +456,15 @@ class Worker:
         try:
             yield
         finally:
-            if self._session is session and not self._closed:
+            if not self._closed:
                 with contextlib.suppress(Error):  # it died: then the lease is over too
-                    self.call("zcx.unlease", number)
+                    self._call("zcx.unlease", (number,), {}, None, {}, None, only=session)
 
     def _call(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None, streams: dict[int, Any],
-              running: _Running | None) -> Any:
+              running: _Running | None, only: _Session | None = None) -> Any:
+        """only: nothing is done if that session is over."""
+        if _exiting:
+            raise Error(f"{self.name}.{function} cannot be called any more: this process ends, and its workers have ended")
         if not isinstance(function, str):
             raise TypeError(f"the function is named by a str, not by {type(function).__qualname__}")
         self._require_own()
@@ -466,6 +476,8 @@ class Worker:
             if not self._turn.take(mine, deadline):
                 raise CallTimeout(f"{self.name}.{function}: the worker was busy with other calls for {timeout} s")
             self._require_open()
+            if only is not None and not (self._session is only and only.usable()):
+                return None
             while True:
                 self.last_report = Report(())  # a call that fails early must not show what another one moved
                 session = self._started(deadline, timeout)
@@ -560,7 +572,7 @@ class Worker:
     def _after_fork(self) -> None:
         """In the child. One that was never used is as good as new; locks may have been held by threads that are not here."""
         self._foreign = self._foreign or self._session is not None or self._turn.held
-        self._turn, self._queue_lock, self._queue = _Turn(), threading.Lock(), None
+        self._turn, self._queue = _Turn(), _Queue(self)
 
     def _started(self, deadline: float | None, timeout: float | None) -> _Session:
         """Holding the turn: the running session, or a new one."""
@@ -622,13 +634,16 @@ def _ns(deadline: float | None) -> int | None:
 
 _numbers = itertools.count(1)  # of leases
 _all: set[_Session] = set()
-_all_lock = threading.Lock()
+_all_lock = threading.RLock()  # finalizers come here too
+_exiting = False
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def _abandon(box: list[_Session | None]) -> None:
-    if box[0] is not None:
-        box[0].process.kill()
+    """A finalizer: it runs in any thread, in the midst of anything, so that the keeper does it."""
+    s, keeper = box[0], process.running()
+    if s is not None and keeper is not None:
+        keeper.do(s.process.kill)
 
 
 def _end(s: _Session) -> None:
@@ -1128,31 +1143,35 @@ class _Queue:
     def __init__(self, owner: Worker) -> None:
         self._owner = weakref.ref(owner)
         self._name = owner.name
-        self._items: collections.deque[tuple[Any, ...] | None] = collections.deque()
-        self._there = threading.Semaphore(0)
+        # Not a deque and a semaphore: close() is a finalizer, which may come to the thread that is just putting or getting.
+        self._items: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._first = itertools.count()
         weakref.finalize(owner, self.close).atexit = False
-        self._thread = threading.Thread(target=self._run, name=f"comfy_zerocopy {owner.name}", daemon=True)
-        self._thread.start()
 
     def put(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None, streams: dict[int, Any]) -> _Running:
         future = _Running()
-        self._items.append((future, function, args, kwargs, timeout, streams))
-        self._there.release()
+        self._items.put((future, function, args, kwargs, timeout, streams))
+        if self._closed:  # meanwhile, and this may have come behind its look
+            self.close()
+        elif next(self._first) == 0:
+            threading.Thread(target=self._run, name=f"comfy_zerocopy {self._name}", daemon=True).start()
         return future
 
     def close(self) -> None:
         """Calls that are still queued are cancelled; the thread ends."""
-        for item in list(self._items):
-            if item is not None:
-                item[0].cancel()
-        self._items.append(None)
-        self._there.release()
+        self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._items.get_nowait()
+                if item is not None:
+                    item[0].cancel()
+        self._items.put(None)
 
     def _run(self) -> None:
         room.here.submitted = True
         while True:
-            self._there.acquire()
-            item = self._items.popleft()
+            item = self._items.get()
             owner = self._owner()
             if item is None:
                 return
@@ -1198,7 +1217,10 @@ def reclaim() -> int:
 
 
 def _at_exit() -> None:
-    """The process ends: workers end with it, quietly, and before modules are torn down."""
+    """The process ends: workers end with it, quietly, and before modules are torn down. A call that runs in another thread never gives
+    its turn back: nobody may wait for it from here on."""
+    global _exiting
+    _exiting = True
     with _all_lock:
         sessions = list(_all)
     for s in sessions:
@@ -1213,7 +1235,7 @@ atexit.register(_at_exit)
 def _forked() -> None:
     # The workers are the parent's: its sockets and memory are left alone here.
     global _all, _all_lock
-    _all, _all_lock = set(), threading.Lock()
+    _all, _all_lock = set(), threading.RLock()
     for w in list(_workers):
         w._after_fork()
 

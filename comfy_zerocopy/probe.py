@@ -73,7 +73,7 @@ def _remember(driver: dict[str, Any], record: dict[str, Any]) -> None:
 
 # ---- obeying ----
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _obeyed = False
 
 
@@ -115,7 +115,7 @@ def measure(ordinal: int = 0, tell: Callable[[str], None] = lambda line: None) -
     _obeyed = True  # what an earlier look found must not narrow this one
     chunk, driver, pool = zcx().CHUNK_BYTES, zcx().driver(), shareable_pool(ordinal)
     if pool is None:
-        raise Error(f"cuda:{ordinal} cannot be probed: it has no pool that can be exported")
+        raise Error(f"cuda:{ordinal} has no pool that can be exported")
     most, good, why, died = in_force(), 0, "", False
     with Worker(f"{__package__}.probe_worker", name="probe", timeout=120) as w:
         for n in [n for n in LADDER if n < most] + [most]:
@@ -141,7 +141,7 @@ def measure(ordinal: int = 0, tell: Callable[[str], None] = lambda line: None) -
                 break
             crossed = w.last_report.transfers[0]
             if crossed.copied:
-                raise Error(f"cuda:{ordinal} cannot be probed: {crossed.reason}")
+                raise Error(f"cuda:{ordinal} is not shared: {crossed.reason}")
             if got != bytes(_value(p) for p in places):
                 died, why = True, f"an import of {n} chunks showed other bytes"
                 break

@@ -30,6 +30,28 @@ _LINE = 8192  # a longer line is forwarded in pieces
 _log = logging.getLogger("comfy_zerocopy.worker")
 
 
+class Flag:
+    """A threading.Event whose lock the same thread can enter again: a finalizer may run, and wait for an end, in the midst of a wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # its lock is an RLock
+        self._set = False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        with self._changed:
+            self._set = True
+            self._changed.notify_all()
+
+    def wait(self, timeout: float) -> bool:
+        if not self._set:
+            with self._changed:
+                self._changed.wait_for(self.is_set, timeout)
+        return self._set
+
+
 class Keeper:
     """The thread. Callbacks run in it, so they must neither block nor take a lock that is held while waiting for it."""
 
@@ -41,7 +63,20 @@ class Keeper:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._run, name="comfy_zerocopy keeper", daemon=True)
+
+    def start(self) -> Keeper:
         self._thread.start()
+        return self
+
+    def discard(self) -> None:
+        """It was not started, and is not needed."""
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def here(self) -> bool:
+        """Is this the keeper's thread? Who is (a finalizer that the garbage collector runs there) must not wait for what it does."""
+        return threading.current_thread() is self._thread
 
     def do(self, what: Callable[[], None]) -> None:
         """Run it in the keeper's thread, soon. Any thread."""
@@ -88,14 +123,18 @@ class Keeper:
 
 
 _keeper: Keeper | None = None
-_keeper_lock = threading.Lock()
+_keeper_lock = threading.RLock()
 
 
 def keeper() -> Keeper:
     global _keeper
     with _keeper_lock:
         if _keeper is None:
-            _keeper = Keeper()
+            made = Keeper()
+            if _keeper is None:  # a finalizer in this thread may have been here meanwhile
+                _keeper = made.start()
+            else:
+                made.discard()
         return _keeper
 
 
@@ -107,7 +146,7 @@ def running() -> Keeper | None:
 def _forked() -> None:
     # The thread did not survive the fork, and the lock may have been held. The parent's workers are the parent's.
     global _keeper, _keeper_lock
-    _keeper, _keeper_lock = None, threading.Lock()
+    _keeper, _keeper_lock = None, threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where this file is imported to say that workers do not run
@@ -141,12 +180,15 @@ class Process:
         self.name = name
         self.returncode: int | None = None
         self._creator = os.getpid()
-        self.exited = threading.Event()
-        self.gone = threading.Event()
+        self.exited = Flag()
+        self.gone = Flag()
         self._on_gone = on_gone
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
-        self._read_lock = threading.Lock()
-        self._reap_lock = threading.Lock()  # a pid must not be signalled once it is reaped
+        # Both can be entered again by the same thread, in a finalizer that the garbage collector runs under them.
+        self._read_lock = threading.RLock()
+        self._reading = False
+        self._reap_lock = threading.RLock()  # a pid must not be signalled once it is reaped
+        self._reaping = False
         self._open: dict[int, tuple[bytearray, int]] = {}
         executable = python or sys.executable
         folder = snapshot.folder()
@@ -200,8 +242,9 @@ class Process:
     def _ended(self) -> None:
         self._keeper.unwatch(self.pidfd)
         with self._reap_lock:
+            self._reaping = True
             self.returncode = self._popen.wait()
-            self.exited.set()
+        self.exited.set()
         self._finish()
 
     def _left(self) -> None:
@@ -241,33 +284,39 @@ class Process:
         """Forward what is there; False at the end. A lock, because a caller whose worker died reads as well."""
         with self._read_lock:
             state = self._open.get(fd)
-            if state is None:
-                return False
-            pending, level = state
-            ended = False
-            for _ in range(64):  # a flood must not keep the keeper from its other work
-                try:
-                    data = os.read(fd, 65536)
-                except BlockingIOError:
-                    break
-                except OSError:
-                    data = b""
-                if not data:
-                    ended = True
-                    break
-                pending += data
-                *lines, rest = pending.split(b"\n")
-                pending[:] = rest
-                for line in lines:
-                    self._line(line, level)
-                while len(pending) > _LINE:
-                    self._line(pending[:_LINE], level)
-                    del pending[:_LINE]
-            if ended:
-                if pending:
-                    self._line(pending, level)
-                del self._open[fd]
-            return not ended
+            if state is None or self._reading:
+                return state is not None
+            self._reading = True
+            try:
+                return self._forward(fd, *state)
+            finally:
+                self._reading = False
+
+    def _forward(self, fd: int, pending: bytearray, level: int) -> bool:
+        ended = False
+        for _ in range(64):  # a flood must not keep the keeper from its other work
+            try:
+                data = os.read(fd, 65536)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                ended = True
+                break
+            pending += data
+            *lines, rest = pending.split(b"\n")
+            pending[:] = rest
+            for line in lines:
+                self._line(line, level)
+            while len(pending) > _LINE:
+                self._line(pending[:_LINE], level)
+                del pending[:_LINE]
+        if ended:
+            if pending:
+                self._line(pending, level)
+            del self._open[fd]
+        return not ended
 
     def _line(self, line: bytes | bytearray, level: int) -> None:
         text = line.decode("utf-8", "replace").rstrip("\r")
@@ -286,14 +335,14 @@ class Process:
         if self._creator != os.getpid():
             return
         with self._reap_lock:
-            if not self.exited.is_set():
+            if not self._reaping:
                 for kill in (os.kill, os.killpg):  # it leads a process group of its own
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> bool:
-        """Until it was reaped."""
-        return self.exited.wait(timeout)
+        """Until it was reaped; in the keeper's thread, which does that, no longer than now."""
+        return self.exited.wait(0 if self._keeper.here() else timeout)
 
     def describe(self) -> dict[str, Any]:
         code = self.returncode

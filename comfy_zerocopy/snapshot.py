@@ -34,7 +34,7 @@ def _read() -> dict[str, bytes]:
 
 
 _files = _read()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def _name() -> str:

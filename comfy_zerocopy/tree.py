@@ -64,7 +64,7 @@ class RemoteHandle:
     __slots__ = ("_table", "_number", "type_name", "__weakref__")
 
     def __init__(self, table: Handles, number: int, type_name: str) -> None:
-        self._table, self._number, self.type_name = weakref.ref(table), number, type_name
+        self._table, self._number, self.type_name = table.ref, number, type_name
 
     def __repr__(self) -> str:
         table = self._table()
@@ -86,6 +86,8 @@ class Handles:
 
     def __init__(self, own_side: str, peer: str, drop: Callable[[int], bool]) -> None:
         self.side, self.peer, self._send = own_side, peer, drop
+        # One for all tokens: the garbage collector clears a weak reference that goes in a cycle with a token before the token's __del__.
+        self.ref = weakref.ref(self)
         self._untold: list[int] = []  # dropped while the other side had no room to be told
         self.open = True
         self.given = itertools.count(1)

@@ -25,7 +25,6 @@ import pathlib
 import platform
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from types import FrameType
@@ -174,7 +173,6 @@ class _Worker:
         self.speaks_torch = False  # an input of this call was a torch tensor, and this environment has no torch
         self.given: list[int] = []  # handles in the result, until it is sent; not its encoder, which would keep the call's tensors
         self.own_results = ""  # why empty() gave this process's own memory
-        self.lock = threading.Lock()
 
     def is_cancelled(self) -> bool:
         return bool(self.seq) and self.watch.cancelled == self.seq
@@ -214,8 +212,7 @@ class _Worker:
         if isinstance(got, bytes):
             return got, ""
         memory = tensor.Memory(got, got.address, got.nbytes, got.device)
-        with self.lock:
-            self.memories[got.id] = memory
+        self.memories[got.id] = memory
         return memory, ""
 
     # ---- one call ----
@@ -355,8 +352,8 @@ class _Worker:
         if self.speaks_torch:
             encoder.looks = [tensor.as_torch(v) for v in encoder.looks]
         foreign: list[int] = []
-        with self.lock:
-            places = [(_place(m.device), m.address, m.nbytes, number, 0) for number, m in self.memories.items()]
+        # Of a copy, made in one step: other threads of the function, and finalizers in this one, may call empty() meanwhile.
+        places = [(_place(m.device), m.address, m.nbytes, number, 0) for number, m in self.memories.copy().items()]
         places += [(*place, 1) for place in self.uploaded]
         places.sort()
         for index, v in enumerate(encoder.looks):

@@ -130,6 +130,19 @@ def test_a_worker_of_an_old_python_is_named_once(start: Any, tmp_path: pathlib.P
         start("plain", python=fake).call("where")
 
 
+def test_empty_says_what_it_is_not_for_and_what_is_missing(run: Run) -> None:
+    with pytest.raises(ValueError, match="a CPU tensor needs no such memory: it is copied once into shared memory"):
+        zcx.empty(3, device="cpu")
+    done = run("""
+        import comfy_zerocopy as zcx
+        try:
+            zcx.empty(3)
+        except zcx.Error as error:
+            print(error)
+    """, env={"ZCX_LIBCUDA": "/nowhere/libcuda.so.1"})
+    assert done.stdout.startswith("there is no NVIDIA GPU (or driver) in this process: no NVIDIA driver: /nowhere/libcuda.so.1")
+
+
 # ---- types ----
 
 
@@ -214,7 +227,9 @@ def test_snapshots_that_nobody_used_for_a_month_are_removed(tmp_path: pathlib.Pa
 # ---- advice ----
 
 ADVICE = """
-import sys, types
+import os, sys, types
+exists = os.path.exists
+os.path.exists = lambda path: {there} if str(path) == "/dev/nvidiactl" else not str(path).startswith("/dev/") and exists(path)
 from comfy_zerocopy import _native
 import fake_zcx
 fake_zcx.put()
@@ -222,17 +237,20 @@ from comfy_zerocopy import doctor
 torch = {torch}
 if torch: sys.modules["torch"] = torch
 (mode,) = [f for f in doctor.examine(touch_cuda={touch}, import_torch=False)["findings"] if f["topic"] == "mode"]
-print("COMFY_ZEROCOPY=1" in mode["todo"], "no GPU tensors to share" in mode["says"])
+print("COMFY_ZEROCOPY=1" in mode["todo"] and "GPU results are shared, as memory that torch does not count" in mode["says"],
+      "no GPU tensors to share" in mode["says"])
 """
 CPU_TORCH = "types.SimpleNamespace(__version__='2', version=types.SimpleNamespace(cuda=None))"
 
 
-@pytest.mark.parametrize(("torch", "touch", "devices", "advised"), [
-    ("None", True, "11", True), ("None", True, "00", False), ("None", True, "", False), ("None", False, "", True), (CPU_TORCH, True, "11", False),
-    (CPU_TORCH, False, "11", False),
+@pytest.mark.parametrize(("torch", "touch", "devices", "there", "advised"), [
+    ("None", True, "11", False, True), ("None", True, "00", True, False), ("None", True, "", True, False), ("None", False, "", True, True),
+    ("None", False, "", False, False), (CPU_TORCH, True, "11", True, False), (CPU_TORCH, False, "11", True, False),
 ])
-def test_doctor_advises_a_mode_only_where_there_is_something_to_share(run: Run, torch: str, touch: bool, devices: str, advised: bool) -> None:
-    done = run(ADVICE.format(torch=torch, touch=touch), path=(FAKES, ROOT), env={"FAKE_DEVICES": devices})
+def test_doctor_advises_a_mode_only_where_there_is_something_to_share(run: Run, torch: str, touch: bool, devices: str, there: bool,
+                                                                      advised: bool) -> None:
+    """As far as it may look: inside a host that has not begun with CUDA, at the driver's device files."""
+    done = run(ADVICE.format(torch=torch, touch=touch, there=there), path=(FAKES, ROOT), env={"FAKE_DEVICES": devices})
     assert done.stdout == f"{advised} {not advised}\n"
 
 
@@ -249,6 +267,13 @@ def test_the_start_line_advises_it_only_where_a_driver_is_in_sight(run: Run, the
 
 
 # ---- the command line ----
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    p = subprocess.Popen([sys.executable, "-m", "comfy_zerocopy", "doctor"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p.stdout.close()
+    assert p.stderr.read() == b"" and p.wait(40) == 1
+    p.stderr.close()
 
 
 def test_version() -> None:
