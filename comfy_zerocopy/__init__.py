@@ -47,6 +47,8 @@ _HOME = {
     **dict.fromkeys(_ERRORS, "errors"),
 }
 
+_IN_WORKERS = ("cancelled", "empty_like", "expose", "progress")
+
 __all__ = [
     "CallTimeout", "Cancelled", "CudaError", "Error", "InputModified", "Kept", "KeptTooMuch", "PayloadTooLarge", "ProtocolError", "RemoteError",
     "Report", "ResultTooLarge", "Status", "Transfer", "UnsupportedPlatform", "UnsupportedType", "Worker", "WorkerDied", "__version__", "empty",
@@ -57,6 +59,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
+        if name in _IN_WORKERS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; in a worker's file: from {__name__}.worker import {name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value

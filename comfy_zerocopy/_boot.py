@@ -13,7 +13,8 @@ def _unfit(why):
 
 def _start(folder, arguments):
     if sys.version_info < (3, 10):
-        _unfit("this worker's Python is %d.%d (%s); workers need 3.10 or newer" % (sys.version_info[0], sys.version_info[1], sys.executable))
+        _unfit("this worker's Python is %d.%d (%s); workers need 3.11 or newer, or 3.10 with the package "
+               "installed there" % (sys.version_info[0], sys.version_info[1], sys.executable))
     lent, why = True, ""
     sys.path.insert(0, folder)
     while True:

@@ -41,7 +41,9 @@ class WorkerDied(Error):
         self.stderr = tuple(stderr)
         self.state = state  # what the call was doing: "starting", "running", …
         parts = [message]
-        if signal is not None:
+        if "ended by kill()" in message:
+            pass  # that says it all
+        elif signal is not None:
             try:
                 parts.append(f"killed by {_signal.Signals(signal).name}")
             except ValueError:

@@ -19,6 +19,7 @@ import pathlib
 import platform
 import queue
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -326,21 +327,24 @@ class Worker:
                  timeout: float | None = None, max_result_bytes: int | None = None, max_kept_bytes: int | None = None,
                  on_progress: Callable[[float, float, str], Any] | None = None) -> None:
         _native.require()
-        target = os.fspath(target)
+        target = _path("target", target, "a module's name, or the path of a .py file")
         if not target:
             raise ValueError("target is empty: name a module, or the path of a .py file")
         if target.endswith(".py"):
             target = os.path.abspath(target)  # the worker may have another working directory
-        for limit, what in ((max_result_bytes, "max_result_bytes"), (max_kept_bytes, "max_kept_bytes")):
-            if limit is not None and limit < 0:
-                raise ValueError(f"{what} is a number of bytes")
-        self._target = target
-        self._python = os.fspath(python) if python is not None else None
-        self._env, self._cwd = dict(env or {}), os.fspath(cwd) if cwd is not None else None
+        if python is not None:
+            python = _path("python", python, "an interpreter's path, or its name on PATH, or None")
+            if os.sep in python:
+                python = os.path.abspath(python)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name is a str or None, not a {type(name).__qualname__}")
+        self._target, self._python = target, python
+        self._env = _environment(env)
+        self._cwd = os.path.abspath(_path("cwd", cwd, "a folder's path or None")) if cwd is not None else None
         self.name = name or pathlib.Path(target).stem
         settings = config.load()
-        self._max_result_bytes = settings.max_result_bytes if max_result_bytes is None else max_result_bytes
-        self._max_kept_bytes = settings.max_kept_bytes if max_kept_bytes is None else max_kept_bytes
+        self._max_result_bytes = _limit("max_result_bytes", max_result_bytes, settings.max_result_bytes)
+        self._max_kept_bytes = _limit("max_kept_bytes", max_kept_bytes, settings.max_kept_bytes)
         self._timeout, self.on_progress = _seconds(timeout), on_progress
         self._turn = _Turn()
         self._box: list[_Session | None] = [None]
@@ -582,12 +586,18 @@ class Worker:
         if s is not None:
             self._session = None
             s.process.kill()
+        running = sys.modules.get(f"{__package__}.worker")
+        if running is not None and running.importing:
+            raise Error(f"worker {self.name} cannot be started while this process, a worker itself, imports its file: that could go on without "
+                        "end, each starting another. Call it from a function, or under `if __name__ == \"__main__\":`, which no worker runs")
         try:
             s = _Session(self)
         except OSError as error:
             what = str(error)
             if self._cwd is not None and not os.path.isdir(self._cwd):
                 what = f"cwd {self._cwd!r} is no directory"
+            elif self._python is not None and os.path.isdir(self._python):
+                what = f"python {self._python!r} is a directory: name the interpreter in it, {os.path.join(self._python, 'bin', 'python')!r}"
             elif self._python is not None and error.filename == self._python:
                 what = f"python {self._python!r} cannot be run: {error.strerror}"
             raise WorkerDied(f"worker {self.name} cannot be started: {what}", state="starting") from error
@@ -606,7 +616,8 @@ class Worker:
             raise
         if event is None:
             s.process.kill()
-            raise CallTimeout(f"worker {self.name} did not start within {timeout} s")
+            raise CallTimeout(f"worker {self.name} did not start within {timeout} s: the timeout includes its start, so raise it, or make a first call "
+                              "without one")
         if event[0] != "started":
             s.process.wait(_BYE)
             s.process.kill()
@@ -614,6 +625,36 @@ class Worker:
             raise RemoteError(kind, f"worker {self.name}: importing {self._target} failed: {message}", text)
         self._session = s
         return s
+
+
+def _path(argument: str, value: Any, what: str) -> str:
+    found = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(found, str):
+        raise TypeError(f"{argument} is {what}, not a {type(value).__qualname__}")
+    return found
+
+
+def _environment(changes: Any) -> dict[str, str | None]:
+    if changes is None:
+        return {}
+    if not isinstance(changes, Mapping):
+        raise TypeError(f"env is a dict of changes, {{name: value or None}}, not a {type(changes).__qualname__}")
+    for name, value in changes.items():
+        if not isinstance(name, str):
+            raise TypeError(f"env has the name {name!r}, which is a {type(name).__qualname__} and not a str")
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"env[{name!r}] is a str, or None to remove the variable, not a {type(value).__qualname__}")
+    return dict(changes)
+
+
+def _limit(argument: str, value: Any, default: int | None) -> int | None:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} is a whole number of bytes or None, not a {type(value).__qualname__}")
+    if not 0 <= value < 1 << 63:
+        raise ValueError(f"{argument} is a whole number of bytes, 0 or more and below 2**63, not {value}")
+    return value
 
 
 def _seconds(timeout: Any) -> float | None:
@@ -677,7 +718,10 @@ def _died(owner: Worker, s: _Session, failure: Any, state: str) -> Exception:
         return _failed(failure)
     text = str(failure)
     detail = f": {text}" if text.startswith("its work on the GPU") else ""
-    return WorkerDied(f"worker {owner.name} (pid {known['pid']}) died{detail}", state=state, **known)
+    if s.pools.killed and known["signal"] == signal.SIGKILL:
+        return WorkerDied(f"worker {owner.name} (pid {known['pid']}) was ended by kill()", state=state, **known)
+    what = f"pid {known['pid']}" + (f", started with {owner._python or sys.executable}" if state == "starting" else "")
+    return WorkerDied(f"worker {owner.name} ({what}) died{detail}", state=state, **known)
 
 
 def _failed(failure: Any) -> Exception:

@@ -148,6 +148,9 @@ _WHY_NOT: tuple[tuple[type, str], ...] = (
 )
 
 
+_PLACES = 16  # steps of a place that are said: a deep one is abbreviated in its midst
+
+
 def _place(root: str, path: tuple[Any, ...]) -> str:
     """`args[0]['x'][2]`. root "call": the tree is (function, args, kwargs); "result": (value, notes); else a name."""
     steps = list(path)
@@ -156,9 +159,10 @@ def _place(root: str, path: tuple[Any, ...]) -> str:
         text = {1: "args", 2: "kwargs"}.get(steps.pop(0), "call") if steps else "call"
     elif root == "result":
         del steps[:1]
-    for step in steps:
-        text += f"[{step}]" if isinstance(step, int) else f"[{step[0]!r}]" if isinstance(step, tuple) else "{…}"
-    return text
+    said = [f"[{step}]" if isinstance(step, int) else f"[{step[0]!r}]" if isinstance(step, tuple) else "{…}" for step in steps]
+    if len(said) > _PLACES:
+        said[_PLACES // 2:-_PLACES // 2] = ["…"]
+    return text + "".join(said)
 
 
 def _explain(error: Any, root: str) -> Exception:

@@ -40,15 +40,31 @@ __all__ = ["cancelled", "empty", "empty_like", "expose", "handle", "progress", "
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _exposed: dict[str, Callable[..., Any]] = {}
+importing = False  # a worker's own file is being imported: parent.py starts no worker in that time
 _SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # tells the main thread of a cancel
 
 
 def expose(function: _F) -> _F:
-    """Let the parent call this function by its name. Outside a worker it changes nothing."""
+    """Let the parent call this function by its name. Outside a worker it changes nothing.
+
+    Raises TypeError for what the parent could not call, and in a worker ValueError for a second function of that name."""
+    if inspect.isclass(function):
+        raise TypeError(f"{function.__qualname__} is a class: expose a function that makes one, and wrap what it makes in handle()")
+    if (inspect.isfunction(function) or isinstance(function, (staticmethod, classmethod))) and "." in function.__qualname__.rpartition("<locals>.")[2]:
+        raise TypeError(f"{function.__qualname__} is a method, and nobody says of which object: expose a function that calls it")
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(f"{function.__qualname__} is a generator or coroutine function: return a list or a plain value")
+    known = _exposed.get(function.__name__)
+    if importing and known is not None and _origin(known) != _origin(function):
+        raise ValueError(f"{function.__name__} is exposed twice ({_origin(known)} and {_origin(function)}): the parent calls by name, so rename one")
     _exposed[function.__name__] = function
     return function
+
+
+def _origin(function: Any) -> str:
+    """Where it was written; the same for the function of a module that is loaded again."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
 
 
 _leased: dict[int, Any] = {}
@@ -532,7 +548,7 @@ _here: _Worker | None = None
 
 def main(arguments: list[str]) -> None:
     """A worker process's whole life. argv: the session socket, the control socket, the liveness pipe, the target."""
-    global _here
+    global _here, importing
     faulthandler.enable(all_threads=False)  # a crash says where: WorkerDied shows the last lines of stderr
     sock_fd, control_fd, live_fd = map(int, arguments[:3])
     target = arguments[3]
@@ -554,11 +570,14 @@ def main(arguments: list[str]) -> None:
     signal.signal(_SIGNAL, here.on_signal)
     try:
         session.next()  # HELLO, answered
+        importing = True
         try:
             _load(target)
         except BaseException as error:
             session.failed_start(describe(error))
             return
+        finally:
+            importing = False
         _here = here
         session.started()
         here.serve()

@@ -322,13 +322,14 @@ static int handle(struct zcx_parent *p, struct zcx_event *ev, struct zcx_err *er
     }
     case ZCX_ALLOC: {
         uint64_t nbytes;
-        char why[160];
+        char why[240];
         if (!calling) return out_of_turn(p, h, err);
         r = zcx_alloc_decode(m->body, n, &ev->alloc, err);
         if (!r) r = zcx_alloc_bytes(&ev->alloc, &nbytes, err);
         if (r) return r;
         if (nbytes > p->result_limit - p->result_bytes) {
-            snprintf(why, sizeof why, "a result of %llu bytes would bring this call to %llu, and max_result_bytes is %llu",
+            snprintf(why, sizeof why, "a result of %llu bytes would bring this call to %llu, and max_result_bytes is %llu: raise that, an argument of "
+                     "Worker or a setting in comfy_zerocopy.json, or return less",
                      (unsigned long long)nbytes, (unsigned long long)nbytes + (unsigned long long)p->result_bytes, (unsigned long long)p->result_limit);
             r = refuse(p, h->id, ZCX_REFUSED_TOO_LARGE, why, err);
             return r ? r : 1;

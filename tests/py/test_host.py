@@ -620,7 +620,8 @@ def test_a_kept_result_of_another_worker_is_not_used_again(start):
 def test_a_result_above_the_limit(start):
     made = start("tensors", max_result_bytes=10_000)
     for size in (10_001, 1 << 40):
-        with pytest.raises(zcx.ResultTooLarge, match=f"a result of {size} bytes .* max_result_bytes is 10000"):
+        with pytest.raises(zcx.ResultTooLarge, match=f"a result of {size} bytes .* max_result_bytes is 10000: raise that, an argument of Worker or a "
+                                                     "setting in comfy_zerocopy.json, or return less"):
             made.call("too_much", size)
     assert made.call("too_much", 10_000).nbytes == 10_000
     assert made.call("too_much", 10_000).nbytes == 10_000  # the limit is per call

@@ -112,6 +112,100 @@ def test_no_target() -> None:
         zcx.Worker("")
 
 
+@pytest.mark.parametrize(("options", "kind", "says"), [
+    *[({limit: value}, kind, rf"^{limit} is a whole number of bytes.* not {says}") for limit in ("max_result_bytes", "max_kept_bytes")
+      for value, kind, says in (("1", TypeError, "a str"), (1.5, TypeError, "a float"), (True, TypeError, "a bool"), (-1, ValueError, "-1"),
+                                (1 << 63, ValueError, str(1 << 63)))],
+    ({"target": None}, TypeError, "^target is a module's name, or the path of a .py file, not a NoneType"),
+    ({"target": floats}, TypeError, "^target is .*, not a function"), ({"target": b"w.py"}, TypeError, "^target is .*, not a bytes"),
+    ({"python": 3}, TypeError, "^python is an interpreter's path, .*, not a int"), ({"cwd": 3}, TypeError, "^cwd is a folder's path or None, not a int"),
+    ({"name": 3}, TypeError, "^name is a str or None, not a int"), ({"env": "A=1"}, TypeError, "^env is a dict of changes, .*, not a str"),
+    ({"env": {"A": 1}}, TypeError, r"^env\['A'\] is a str, or None to remove the variable, not a int"), ({"env": {1: "A"}}, TypeError, "^env has the name 1"),
+])
+def test_arguments_that_are_none(options: dict[str, Any], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        zcx.Worker(**{"target": "plain", **options})
+    zcx.Worker("plain", max_result_bytes=(1 << 63) - 1, max_kept_bytes=0, env={}, name=None)  # control
+
+
+def test_a_folder_is_no_interpreter(start: Any, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(zcx.WorkerDied, match=f"python '{tmp_path}' is a directory: name the interpreter in it, '{tmp_path}/bin/python'"):
+        start("plain", python=tmp_path).call("echo")
+
+
+def test_relative_paths_are_the_callers(start: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the worker works, and wherever this process has gone when it is started. A bare name is looked up on PATH."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "there").mkdir()
+    for name in ("bin/ours", "bin/python-of-ours"):
+        (tmp_path / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    w = start("plain", python="bin/ours", cwd="there")
+    monkeypatch.chdir("/")
+    assert w.call("where")["cwd"] == str(tmp_path / "there")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    assert start("plain", python="python-of-ours", env={"PATH": path}).call("echo", 1) == 1
+
+
+def test_a_file_that_calls_itself_while_it_is_imported(start: Any, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "itself.py").write_text("""
+import comfy_zerocopy as zcx
+from comfy_zerocopy.worker import expose
+@expose
+def f():
+    return zcx.Worker(__file__, timeout=40).call("g")
+@expose
+def g():
+    return 7
+if not CAREFUL or __name__ == "__main__":
+    print(zcx.Worker(__file__, timeout=40).call("f"))
+""".replace("CAREFUL", "False"))
+    with pytest.raises(zcx.RemoteError, match='importing .*itself.py failed: worker itself cannot be started while this process, .*`if __name__ == "__main__":`'):
+        start(tmp_path / "itself.py").call("f")
+    (tmp_path / "careful.py").write_text((tmp_path / "itself.py").read_text().replace("not False", "False"))
+    assert start(tmp_path / "careful.py").call("f") == 7  # control: a worker that starts one when it is called
+
+
+@pytest.mark.parametrize(("source", "says"), [
+    ("@expose\ndef f(): pass\n@expose\ndef f(): pass\n", r"ValueError: .*importing .* failed: f is exposed twice \(.*w.py:2 and .*w.py:4\): .* rename one"),
+    ("@expose\nclass A: pass\n", "TypeError: .*A is a class: expose a function that makes one"),
+    ("class A:\n    @expose\n    def f(self): pass\n", r"TypeError: .*A\.f is a method, .*: expose a function that calls it"),
+    ("class A:\n    @expose\n    @staticmethod\n    def f(): pass\n", r"TypeError: .*A\.f is a method"),
+])
+def test_what_is_exposed_by_mistake(start: Any, tmp_path: pathlib.Path, source: str, says: str) -> None:
+    (tmp_path / "w.py").write_text("from comfy_zerocopy.worker import expose\n" + source)
+    with pytest.raises(zcx.RemoteError, match=says):
+        start(tmp_path / "w.py").call("f")
+
+
+def test_what_may_be_exposed(start: Any, tmp_path: pathlib.Path) -> None:
+    """A bound method, a function made by another one, and a module's function again when that is loaded again."""
+    (tmp_path / "again.py").write_text("from comfy_zerocopy.worker import expose\n@expose\ndef h(): return 3\n")
+    (tmp_path / "w.py").write_text("""
+import importlib, again
+from comfy_zerocopy.worker import expose
+class A:
+    def f(self): return 1
+expose(A().f)
+def make():
+    @expose
+    def g(): return 2
+make()
+importlib.reload(again)
+""")
+    w = start(tmp_path / "w.py")
+    assert [w.call(name) for name in "fgh"] == [1, 2, 3]
+
+
+def test_the_workers_names_are_found_where_they_are() -> None:
+    from comfy_zerocopy import worker
+
+    assert {*worker.__all__} - {*zcx.__all__} == {*zcx._IN_WORKERS}
+    with pytest.raises(AttributeError, match="in a worker's file: from comfy_zerocopy.worker import expose"):
+        _ = zcx.expose
+
+
 def test_which_of_them_cannot_be_used(start: Any) -> None:
     for options, says in (({"python": "/nowhere/python"}, "python '/nowhere/python' cannot be run: No such file"),
                           ({"cwd": "/nowhere"}, "cwd '/nowhere' is no directory"),
@@ -126,8 +220,9 @@ def test_a_worker_of_an_old_python_is_named_once(start: Any, tmp_path: pathlib.P
     fake = tmp_path / "python"
     fake.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
     fake.chmod(0o755)
-    with pytest.raises(zcx.UnsupportedPlatform, match="^worker plain: this worker's Python is 3.9"):
+    with pytest.raises(zcx.UnsupportedPlatform, match="^worker plain: this worker's Python is 3.9") as caught:
         start("plain", python=fake).call("where")
+    assert str(caught.value).count("3.9") == str(caught.value).count("3.10") == 1
 
 
 def test_empty_says_what_it_is_not_for_and_what_is_missing(run: Run) -> None:
