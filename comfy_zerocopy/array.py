@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ._native import zcx
 
@@ -69,18 +69,32 @@ def pieces(owner: Any, address: int, nbytes: int) -> list[tuple[int, int]]:
 class DeviceMemory:
     """`nbytes` of a GPU's memory, allocated from a `_zcx.Pool` on `stream` and freed on it when the last reference goes."""
 
+    _owed: ClassVar[list[tuple[Any, int, int]]] = []  # what the driver would not free yet
+
     def __init__(self, pool: Any, nbytes: int, stream: int = 0) -> None:
         self.pool, self.nbytes, self.stream = pool, nbytes, stream
         self.ordinal: int = pool.ordinal
         self.address = 0
+        self._give_back()
         self.address = pool.alloc(max(nbytes, 1), stream)
 
     def __del__(self) -> None:
         if getattr(self, "address", 0):
+            self._owed.append((self.pool, self.address, self.stream))
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """The newest first, so that one which fails each time holds up none that comes after it."""
+        while self._owed:
             try:
-                self.pool.free(self.address, self.stream)
-            except Exception:  # the context may be gone at the end of the process: then the memory is too
-                pass
+                owed = self._owed.pop()
+            except IndexError:  # another thread's, meanwhile
+                return
+            try:
+                owed[0].free(*owed[1:])
+            except Exception:  # once, or for good: with its context, at the end of the process, the memory goes too
+                self._owed.append(owed)
+                return
 
 
 class ArenaMemory:

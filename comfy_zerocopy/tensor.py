@@ -365,17 +365,18 @@ def device_memory(ordinal: int, nbytes: int) -> DeviceMemory | ArenaMemory:
     """Memory of a GPU for a process without torch: of its own pool, or an arena. Unfit where it has neither."""
     from . import _install
 
-    failure = zcx().Failure
+    failure, why = zcx().Failure, ""
     try:
-        pool = _install.shareable_pool(ordinal)
+        try:
+            pool = _install.shareable_pool(ordinal)
+        except Error as error:  # no device has one
+            pool, why = None, f": {error}"
         if pool is not None:
             return DeviceMemory(pool, nbytes)
         arena = _install.arena_for(ordinal)
         if arena is None:
-            raise Unfit(f"cuda:{ordinal} has no memory that this process could use without torch")
+            raise Unfit(f"cuda:{ordinal} has no memory that this process could use without torch{why}")
         return ArenaMemory(arena, nbytes, False)
-    except Error as error:
-        raise Unfit(str(error)) from None
     except failure as error:
         if error.cuda == 2:
             raise MemoryError(str(error)) from None

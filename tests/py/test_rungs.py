@@ -193,15 +193,33 @@ def test_results_in_the_arena(script, without):
                 assert crossed(w)[0] == ("input", "vmm", False) and back.tobytes() == data, "lent on as it is"
                 got.copy_from(data)
                 assert got.tobytes() == data, "it is the parent's own"
-                if {not hide}:  # memory of its own is what a worker without torch takes from a pool
-                    own = w.call("own", x)
-                    assert result_rungs(w) == [("vmm", True)] and own.tobytes() == complement(data)
-                    del own
-                del got, back
+                own = w.call("own", x)  # in memory of the worker's: of a pool, or else of an arena
+                assert result_rungs(w) == [("vmm", True)] and own.tobytes() == complement(data)
+                del got, back, own
             assert w.status()["transfers"] == 0
         del x
         settled()
     """, **hide)
+
+
+def test_memory_that_the_driver_does_not_free_at_once_is_not_lost(script):
+    script("""
+        unshareable(b"1")  # makes the pool
+        kept = [array.DeviceMemory(others[0], MIB) for _ in range(3)]
+        def left():
+            core().synchronize(0, 0)  # a free executes late, like all else
+            return count("allocations"), len(array.DeviceMemory._owed)
+        assert left() == (3, 0)
+        sim.simcuda_fail(b"cuMemFreeAsync:1:999+")
+        del kept[1:]
+        assert left() == (3, 2)
+        sim.simcuda_fail(b"cuMemFreeAsync:2:999")  # it recovers, and stumbles once more
+        del kept
+        assert left() == (2, 2), "its own first"
+        array.DeviceMemory(others[0], MIB)  # who needs memory tries again
+        assert left() == (0, 0)
+        settled()
+    """)
 
 
 def test_memory_of_results_goes_back_to_the_device(script):
