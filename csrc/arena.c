@@ -152,6 +152,7 @@ struct zcx_slab {
     uint32_t used;              /* blocks that live or are pending */
     enum zcx_arena_use use;
     int shared;
+    _Atomic int let_go;         /* no block will come out of it any more */
 };
 
 struct zcx_arena {
@@ -259,6 +260,7 @@ uint64_t zcx_slab_bytes(const struct zcx_slab *s) { return s->region->bytes; }
 uint32_t zcx_slab_pieces(const struct zcx_slab *s) { return s->region->npieces; }
 uint64_t zcx_slab_piece_bytes(const struct zcx_slab *s, uint32_t piece) { return s->region->pieces[piece].bytes; }
 int zcx_slab_shared(const struct zcx_slab *s) { return s->shared; }
+int zcx_slab_let_go(const struct zcx_slab *s) { return atomic_load_explicit(&s->let_go, memory_order_acquire); }
 
 int zcx_slab_export(struct zcx_slab *s, uint32_t piece, int *fd, struct zcx_err *err) {
     struct zcx_scope scope;
@@ -456,6 +458,7 @@ static struct zcx_slab *cull(struct zcx_arena *a, int keep) {
         }
         *at = s->next;
         registry_remove(s);
+        atomic_store_explicit(&s->let_go, 1, memory_order_release);
         a->nslabs--;
         a->mapped -= s->region->bytes;
         s->next = out;

@@ -69,6 +69,7 @@ uint64_t zcx_slab_bytes(const struct zcx_slab *s);
 uint32_t zcx_slab_pieces(const struct zcx_slab *s);
 uint64_t zcx_slab_piece_bytes(const struct zcx_slab *s, uint32_t piece);
 int zcx_slab_shared(const struct zcx_slab *s); /* small blocks share it: importers keep it mapped until they are told to drop it */
+int zcx_slab_let_go(const struct zcx_slab *s); /* its arena gives no blocks out of it any more: whoever still refers to it keeps memory for nothing */
 /* A descriptor of one piece, new for each call: the caller closes it. */
 int zcx_slab_export(struct zcx_slab *s, uint32_t piece, int *fd, struct zcx_err *err);
 

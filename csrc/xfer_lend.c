@@ -311,7 +311,7 @@ int zcx_parent_send_slab(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uin
 void zcx_parent_trim_slabs(struct zcx_parent *p, int all) {
     for (struct slab *s = p->slabs, *next; s; s = next) {
         next = s->next;
-        if (s->uses || (s->stays && !all)) continue;
+        if (s->uses || (s->stays && !all && !zcx_slab_let_go(s->memory))) continue;
         struct zcx_header h = {.type = ZCX_SLAB_DROP, .id = s->id};
         if (s->stays && p->state != ZCX_BROKEN && zcx_sock_send(&p->sock, h, NULL, 0, NULL, 0, 0, NULL)) continue; /* it does not read now: later */
         forget_slab(p, s);

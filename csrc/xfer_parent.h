@@ -172,7 +172,7 @@ int zcx_transfer_of_device(struct zcx_parent *p, unsigned device, enum zcx_rung 
 /* Tell of the slab that holds this memory. *offset: of the memory in it. */
 int zcx_parent_send_slab(struct zcx_parent *p, unsigned device, zcu_ptr ptr, uint64_t nbytes, int writable, struct slab **out, uint64_t *offset,
                          struct zcx_err *err);
-/* Forget slabs that the worker has let go of; tell it to let go of those that stay, if `all`. */
+/* Forget slabs that the worker has let go of; tell it to let go of those that stay, if the arena has, or if `all`. */
 void zcx_parent_trim_slabs(struct zcx_parent *p, int all);
 
 int zcx_call_gate_new(struct zcx_parent *p, unsigned device, zcu_stream stream, struct call_gate *out, struct zcx_err *err);
