@@ -45,7 +45,7 @@ class Ladder:
 
     def __init__(self, parent: Any, pools: canary.Pools, until: canary.Until, stream_of: Callable[[int], int], avoid: dict[int, dict[str, str]]) -> None:
         self.parent, self.pools, self.until, self.stream_of, self.avoid = parent, pools, until, stream_of, avoid
-        self.unseen = ""  # why the last device cannot be used by the worker at all
+        self.asked: set[int] = set()  # devices for which the host was asked to make room for copies
 
     # ---- inputs ----
 
@@ -138,7 +138,7 @@ class Ladder:
             parts.append((g.low, g.high - g.low))
             at += gap + g.high - g.low
         owners = tuple(owner for _, owner, _ in groups)
-        room.prepare(device, at)  # the worker has to hold all of it
+        self.prepare(device, at)
         rung, window = HOST, None
         if not any(STAGED in self.avoid.get(m, {}) for g, _, _ in groups for m in g.members):
             window = self._window(device)
@@ -154,6 +154,11 @@ class Ladder:
                 raise
             return str(failure)
         return {i: Lent(number, offsets[i], rung, why, True) for i, (_, _, why) in enumerate(groups)}
+
+    def prepare(self, device: int, nbytes: int) -> None:
+        """The worker has to hold a copy of so many bytes."""
+        if device not in self.asked and room.prepare(device, nbytes):
+            self.asked.add(device)
 
     def _window(self, device: int) -> Any:
         z = _native.zcx()

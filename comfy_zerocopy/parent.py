@@ -302,7 +302,7 @@ class Worker:
 
     target: a module's name, or the path of a .py file, that uses comfy_zerocopy.worker.expose. A relative path is taken from
         this process's working directory, not from the caller's file: in a node pack, pathlib.Path(__file__).with_name("w.py").
-    python: the interpreter (default: this one). 3.11 or newer needs nothing installed, the package is lent to it; 3.10 only if
+    python: the interpreter (default: this one), as a path, or as a name on PATH. 3.11 or newer needs nothing installed, the package is lent to it; 3.10 only if
         this process runs 3.10 too, or if the package is installed in that environment.
     env: changes to this process's environment (None removes a variable). cwd: its working directory. name: for logs.
     timeout: seconds for each call that names none; None: no limit. It covers waiting for the worker's turn and its start, but not what
@@ -771,7 +771,7 @@ class _Call:
         self.avoid: dict[int, dict[str, str]] = {}  # index of a look: rungs on which the worker refused it, and why
         self.rungs: dict[int, str] = {}  # by transfer id
         self.ladder: Any = None  # of this attempt
-        self.copied: list[tuple[int, str]] = []  # GPU inputs that the worker holds in memory of its own: bytes, and why
+        self.copied: list[tuple[int, int, str]] = []  # GPU inputs that the worker holds in memory of its own: device, bytes, and why
         self.wanted_cancel = False
         self.sent = False  # the worker may have begun with it
         self.over = self.replaced = False  # replaced: it was cancelled and did not stop, so that its worker was ended
@@ -877,11 +877,12 @@ class _Call:
         for groups in windowed.values():
             found = self.ladder.through_window(groups)
             if isinstance(found, str):
-                copies += groups
+                copies += [(g, owner, why if not found or found in why else f"{why}; {found}") for g, owner, why in groups]
+                self.ladder.prepare(groups[0][0].device, sum(g.high - g.low for g, _, _ in groups))
                 continue
             for i, lent in found.items():
                 self._lent(encoder, indices, groups[i][0], lent, groups[i][1])
-                self.copied.append((groups[i][0].high - groups[i][0].low, lent.reason))
+                self._copied(groups[i][0], lent.reason)
         if copies:
             self._lend_copies(encoder, indices, copies)
 
@@ -920,6 +921,12 @@ class _Call:
                     encoder.wrap[m] = ("zcx.to_device", (tree.Placed(encoder.view(m)), tree.uuid_of(g.device)))
                 else:
                     encoder.wrap.pop(m, None)
+            if g.device is not None:
+                self._copied(g, why)
+
+    def _copied(self, g: tensor.Group, why: str) -> None:
+        assert g.device is not None
+        self.copied.append((g.device, g.high - g.low, why))
 
     # ---- waiting ----
 
@@ -1119,7 +1126,8 @@ class _Call:
         if code == z.FAILED_TOO_LARGE:
             return ResultTooLarge(f"{place}: {message}")
         if code == z.FAILED_MEMORY:
-            copies = "".join(f"\nIt needed a copy of {nbytes} bytes of its own, because {why}." for nbytes, why in self.copied)
+            copies = "".join(f"\nIt needed a copy of {nbytes} bytes of its own, because {why}." for _, nbytes, why in self.copied)
+            copies += "".join("\n" + room.by_then(d, d in self.ladder.asked) for d in sorted({d for d, _, _ in self.copied}))
             return room.out_of_memory(f"{place}, in the worker: {message}{copies}\n\n{text}", "OutOfMemoryError" in kind)
         if "arguments" in detail:
             return UnsupportedType(f"worker {self.owner.name} cannot take an argument of {self.function}: {message}")

@@ -148,7 +148,7 @@ def measure(ordinal: int = 0, tell: Callable[[str], None] = lambda line: None) -
             good = n
             tell(f"{n} chunks ({n * chunk >> 20} MiB): right")
             del x
-    windows = "" if died else canary.sacrifice(pool)
+    windows = "not tried" if died else canary.sacrifice(pool)
     record = {"limit": good if died else LADDER[-1], "tried": good, "says": _say(good, most, why, died, windows), "when": time.strftime("%Y-%m-%d"),
               "windows": windows or "proved"}
     _remember(driver, record)

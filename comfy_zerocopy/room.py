@@ -83,10 +83,10 @@ def require(ordinal: int, nbytes: int, what: str, pooled: bool = True) -> None:
         raise short(ordinal, nbytes, have, what, asked)
 
 
-def prepare(ordinal: int, nbytes: int) -> None:
-    """Something that is not ours to allocate will want `nbytes` of the device, and may hold some already: ask the host if they are not free."""
-    if free(ordinal, pooled=False) < nbytes:
-        make(ordinal, nbytes)
+def prepare(ordinal: int, nbytes: int) -> bool:
+    """Something that is not ours to allocate will want `nbytes` of the device, and may hold some already: ask the host if they are not free.
+    Was it asked?"""
+    return free(ordinal, pooled=False) < nbytes and make(ordinal, nbytes)
 
 
 def with_room(ordinal: int, nbytes: int, what: str, allocate: Callable[[], _T], pooled: bool = True) -> _T:
@@ -167,6 +167,15 @@ def short(ordinal: int, nbytes: int, have: int, what: str, asked: bool) -> Excep
     """Out of memory, with the numbers."""
     after = " after the host was asked to make room" if asked else ""
     return out_of_memory(f"cuda:{ordinal} has {have // _MIB} MiB free{after}, and {what} needs {-(-nbytes // _MIB)} MiB: {_DO}")
+
+
+def by_then(ordinal: int, asked: bool) -> str:
+    """What was free when a worker's own allocation had failed, as far as it can be seen from here; as a sentence for that error."""
+    after = ", after the host was asked to make room" if asked else ""
+    try:
+        return f"cuda:{ordinal} had {free(ordinal, pooled=False) // _MIB} MiB free by then{after}: {_DO}."
+    except zcx().Failure:  # what failed is said, though this is not known
+        return ""
 
 
 def refused(ordinal: int, what: str, why: str, asked: bool) -> Exception:

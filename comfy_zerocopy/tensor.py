@@ -379,7 +379,7 @@ def device_memory(ordinal: int, nbytes: int) -> DeviceMemory | ArenaMemory:
         return ArenaMemory(arena, nbytes, False)
     except failure as error:
         if error.cuda == 2:
-            raise MemoryError(str(error)) from None
+            raise MemoryError(f"no {nbytes} bytes of cuda:{ordinal} could be had: {error}") from None
         raise
 
 

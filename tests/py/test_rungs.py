@@ -445,6 +445,8 @@ def test_room_for_no_copy_is_an_error_with_the_numbers(script):
                     w.call("bytes_at", x, [0])
                 except MemoryError as error:
                     assert f"It needed a copy of {100 * MIB} bytes of its own, because in mode off tensors are not allocated from a pool" in str(error), error
+                    then = "MiB free by then, after the host was asked to make room: free" if hook else "MiB free by then: free"
+                    assert re.search(rf"\\ncuda:0 had [0-9]+ {then}", str(error)), error
                 else:
                     raise AssertionError("there was room?")
                 assert asked == [(0, 100 * MIB)] * hook
@@ -456,6 +458,30 @@ def test_room_for_no_copy_is_an_error_with_the_numbers(script):
                 else:
                     held.drop()
     """, SIMCUDA_MEMORY="2GiB")
+
+
+def test_the_last_resort_says_as_much(script):
+    """Through pageable memory: nothing of the device can be lent, and there is nothing to order copies through a window with."""
+    script("""
+        small = unshareable(b"1")
+        x = over(array.DeviceMemory(others[0], 900 * MIB), 900 * MIB)
+        why = ("in mode off tensors are not allocated from a pool that can be exported: COMFY_ZEROCOPY=swap does that; this GPU has no virtual "
+               "memory that can be exported; copies through a window need 64-bit stream memory operations, which this driver lacks")
+        asked = []
+        zcx.set_make_room(lambda *what: asked.append(what))
+        with start() as w:
+            assert w.call("bytes_of", small) == [b"1"] and input_rungs(w) == [("host", True)] and not asked
+            assert w.last_report.transfers[0].reason == why
+            try:
+                w.call("bytes_at", x, [0])
+            except MemoryError as error:
+                assert f"in the worker: no {x.nbytes} bytes of cuda:0 could be had: " in str(error), error
+                assert f"\\nIt needed a copy of {x.nbytes} bytes of its own, because {why}.\\ncuda:0 had " in str(error), error
+                assert " MiB free by then, after the host was asked to make room: free GPU memory" in str(error), error
+            else:
+                raise AssertionError("there was room?")
+            assert asked == [(0, x.nbytes)] and w.call("bytes_of", small) == [b"1"]
+    """, SIMCUDA_MEMORY="1700MiB", SIMCUDA_HIDE="cuMemCreate,cuStreamWriteValue64,cuStreamWaitValue64")
 
 
 # ---- memory that can be shared in every mode ----
