@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 import time
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
@@ -37,6 +38,8 @@ def warm(w):
         torch.equal(w.call(function, x, 1), x)
         assert all(t.rung == "pool" and not t.copied for t in w.last_report.transfers), w.last_report
     w.call("slow_scratch", x, 1)
+    with contextlib.suppress(zcx.RemoteError):
+        w.call("slow_failure", x, 1)
     w.call("total", x)
     x.fill_(1)
     x.sum(dtype=torch.int64).item()
@@ -91,6 +94,52 @@ def scratch(w):
     return f"{wrong} of {len(others)} tensors of this process were written over" if wrong else None
 
 
+def failed(w):
+    """What a call that raised had is the caller's again when the error is told, and not before its work has ended."""
+    x = random_bytes(16 * MIB)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    try:
+        w.call("slow_failure", x, CYCLES)
+        return "no error came"
+    except zcx.RemoteError:
+        took = time.perf_counter() - started
+    others = [torch.full_like(x, 9) for _ in range(8)]
+    with contextlib.suppress(zcx.Error):
+        w.call("synchronize")
+    wrong = sum(not bool(o.eq(9).all()) for o in others)
+    if wrong:
+        return f"{wrong} of {len(others)} tensors of this process were written over, {took * 1000:.1f} ms after the call began"
+    return None if took > EARLY else f"it failed after {took * 1000:.1f} ms, before its kernel can have ended"
+
+
+def hang(w):
+    """A stream of this process's goes on while a worker that was called from it does not end."""
+    x, mine = random_bytes(16 * MIB), torch.cuda.Stream()
+    with tempfile.TemporaryDirectory() as folder:
+        there, go = os.path.join(folder, "there"), os.path.join(folder, "go")
+        x.add_(1)  # loaded, as in warm()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(mine):
+            future = w.submit("hold_on", x, there, go)
+            deadline = time.monotonic() + 30
+            while not os.path.exists(there) and not future.done() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            x.add_(1)
+            done = torch.cuda.Event()
+            done.record()
+        began = os.path.exists(there) and not future.done()
+        deadline = time.monotonic() + 3
+        while not (over := done.query()) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        still = not future.done()
+        open(go, "w").close()
+        future.result(20)
+    if not began or not still:
+        return "the function did not run"
+    return None if over else "this process's stream waited for the worker: not done in 3 s"
+
+
 def twice(w):
     x = random_bytes(8 * MIB)
     first, last = x[: 2 * MIB], x[6 * MIB :]
@@ -114,10 +163,12 @@ def main():
     assert status.state == "on", str(status)
     found = {}
     with zcx.Worker(os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker_mutants.py"), name="mutant", timeout=60) as w:
-        with contextlib.suppress(zcx.Error):  # a mutant may lose results: its own scene shows what that does to memory
-            warm(w)
+        if sys.argv[2:] != ["hang"]:  # where a stream waits for the worker, the first result waits for itself
+            with contextlib.suppress(zcx.Error):  # a mutant may lose results: its own scene shows what that does to memory
+                warm(w)
+        scenes = {"ready": ready, "done": done, "side": side, "scratch": scratch, "failed": failed, "hang": hang, "twice": twice}
         for name in sys.argv[2:]:
-            found[name] = {"ready": ready, "done": done, "side": side, "scratch": scratch, "twice": twice}[name](w)
+            found[name] = scenes[name](w)
         print(json.dumps(found), flush=True)
         w.kill()
     os._exit(0)  # not by way of what a mutant left behind

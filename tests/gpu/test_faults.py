@@ -29,6 +29,7 @@ ROWS = {
     "crash": ("filling", "crash", zcx.WorkerDied, "killed by SIGSEGV", False),
     "exit": ("filling", "exit", zcx.WorkerDied, "exit status 41", False),
     "fault behind RESULT": ("RETURNING", "fault", zcx.WorkerDied, "its work on the GPU failed", False),
+    "exception behind the GPU": ("RETURNING", "exception", zcx.RemoteError, "KeyError", True),
     "stopped": ("filling", signal.SIGSTOP, zcx.CallTimeout, "the worker was ended", False),
     "timeout behind the GPU": ("filling", "timeout", zcx.CallTimeout, "the worker was ended", False),
     "cancel behind the GPU": ("filling", "cancel", zcx.Cancelled, "the worker was ended", False),
@@ -89,8 +90,9 @@ def test_row(workers, live, row, tmp_path, monkeypatch):
         elif state == "lease held":
             stack.enter_context(w.lease(t))
         elif state == "RETURNING":
-            future = w.submit("late", t, LONG if fault != "fault" else LONG // 40, None, "fault" if fault == "fault" else "return", timeout=limit)
-            until(lambda: w.status()["state"] == "returning" or future.done(), "RESULT came")
+            cycles = {"fault": LONG // 40, "exception": LONG // 10}.get(fault, LONG)
+            future = w.submit("late", t, cycles, None, fault if fault in ("fault", "exception") else "return", timeout=limit)
+            until(lambda: w.status()["state"] == "returning" or future.done(), "RESULT or ERROR came")
         else:
             if state == "waiting for READY":
                 side.wait_stream(torch.cuda.current_stream())

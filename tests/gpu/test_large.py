@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import comfy_zerocopy as zcx
-from comfy_zerocopy import _install
+from comfy_zerocopy import _install, ladder
 
 MIB, GIB = 1 << 20, 1 << 30
 PART = 256 * MIB
@@ -164,20 +164,70 @@ def test_on_the_whole_card(worker, gib):
     assert holds(got, seed)
 
 
-def test_every_size_around_the_limit(worker):
-    """4 GiB - 64 MiB to 4 GiB + 96 MiB in steps of 16 MiB, at offsets that straddle chunks and that do not."""
+def chunks(x):
+    """How many of the driver's chunks its memory touches, by where it begins."""
+    return (x.data_ptr() % CHUNK + x.numel() + CHUNK - 1) // CHUNK
+
+
+def offset_in_pool(x):
+    """Where it begins in its pool, as the driver tells an importer (csrc/window.h)."""
+    blob = (ctypes.c_uint64 * 8)()
+    assert ctypes.CDLL("libcuda.so.1").cuMemPoolExportPointer(blob, ctypes.c_uint64(x.data_ptr())) == 0 and blob[4] == x.numel()
+    return blob[3]
+
+
+def beginning(inside, nbytes):
+    """A tensor of the pool that begins so far inside a chunk, and what keeps its place free for the next one when it goes."""
     holes = []
-    for offset in (0, 2 * MIB, 30 * MIB):
-        if offset:
-            holes.append(torch.empty(offset, dtype=torch.uint8, device="cuda"))
-        for nbytes in range(4 * GIB - 64 * MIB, 4 * GIB + 96 * MIB + 1, 16 * MIB):
-            x = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-            x[:CHUNK].random_(0, 256)
-            x[CHUNK:-CHUNK].fill_(nbytes // MIB % 251)
-            x[-CHUNK:].random_(0, 256)
-            assert worker.call("part_sums", x) == sums(x), (offset, nbytes)
-            shared(worker, "input")
+    for _ in range(16):
+        x = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        wrong = (inside - x.data_ptr()) % CHUNK
+        if not wrong:
+            return x, holes
+        del x
+        holes.append(torch.empty(wrong, dtype=torch.uint8, device="cuda"))
+    pytest.fail(f"no tensor of {nbytes} bytes begins {inside >> 20} MiB inside a chunk: {[h.data_ptr() % CHUNK >> 20 for h in holes]}")
+
+
+def in_windows(w, direction):
+    return shared(w, direction).reason == ladder.WINDOWS
+
+
+@pytest.mark.parametrize("inside", [0, 2 * MIB, 30 * MIB], ids=["aligned", "straddling", "straddling by nearly all"])
+def test_every_size_around_the_limit(worker, record_property, inside):
+    """4 GiB - 64 MiB to 4 GiB + 96 MiB in steps of 16 MiB, both ways, that begin at a chunk's begin and inside one: fresh random bytes, all of
+    them compared. What touches more chunks than the driver imports comes in windows, and nothing else does."""
+    most = {"input": [0, 0], "result": [0, 0]}  # chunks of the largest that came whole, and in windows
+
+    def crossed(direction, x, nbytes):
+        n = chunks(x)
+        assert x.numel() == nbytes
+        assert in_windows(worker, direction) is (n > 128), (direction, nbytes, n)
+        most[direction][n > 128] = max(most[direction][n > 128], n)
+        return x.data_ptr() % CHUNK
+
+    for nbytes in range(4 * GIB - 64 * MIB, 4 * GIB + 96 * MIB + 1, 16 * MIB):
+        seed = random.getrandbits(40)
+        x, holes = beginning(inside, nbytes)
+        fill(x, seed)
+        assert worker.call("holds_parts", x, seed) is True, nbytes
+        assert crossed("input", x, nbytes) == inside
+        assert offset_in_pool(x) % CHUNK == inside, "its address says where its chunks begin"
+        assert worker.call("holds_parts", x, seed + 1) is False
+        for _ in range(4):
+            del x  # the result takes its place
+            seed = random.getrandbits(40)
+            x = worker.call("filled_parts", nbytes, seed)
+            assert holds(x, seed), nbytes
+            if crossed("result", x, nbytes) == inside:
+                break
             del x
+            x, holes = beginning(inside, nbytes)
+        else:
+            pytest.fail(f"no result of {nbytes} bytes began {inside >> 20} MiB inside a chunk")
+        del x, holes
+    record_property("chunks", most)
+    assert most == dict.fromkeys(most, [128, (4 * GIB + 96 * MIB) // CHUNK + (inside > 0)]), most
 
 
 def test_what_crosses_the_end_of_a_window(monkeypatch):

@@ -159,8 +159,31 @@ def test_another_stream_of_the_caller(worker):
         x = torch.full((MIB,), 5, dtype=torch.uint8, device="cuda")
         got = worker.call("copy", x)
         assert int(got.sum(dtype=torch.int64)) == 5 * MIB
-        future = worker.submit("copy", x)
-    assert torch.equal(future.result(60), x)
+
+
+def test_submit_goes_by_the_stream_of_the_thread_that_calls_it(worker):
+    """Although another thread makes the call: the worker reads what comes late on that stream, and the result is ready on it."""
+    side, x = torch.cuda.Stream(), torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(side):
+        x.fill_(1)
+        torch.cuda._sleep(1)
+    assert worker.call("total", x) == x.numel() == int(x.sum(dtype=torch.int64)) and torch.equal(worker.call("copy", x), x)
+    torch.cuda.synchronize()  # and every kernel is loaded, which may wait for the device
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(800_000_000)  # 0.4 s
+        x.fill_(3)
+        busy = torch.cuda.Event()
+        busy.record()
+        total, copied = worker.submit("total", x), worker.submit("copy", x)
+    assert torch.cuda.current_stream() != side
+    y = torch.ones(MIB, dtype=torch.uint8, device="cuda")
+    assert int(y.sum(dtype=torch.int64)) == MIB, "no other stream of this process waits"
+    assert not busy.query() and not total.done(), "submit() returned, and so did the stream of this thread, while that one was held"
+    assert total.result(60) == 3 * x.numel()
+    assert busy.query(), "the worker's answer came after all that the stream was given before"
+    got = copied.result(60)
+    assert rungs(worker, "input") == rungs(worker, "result") == [("pool", False)]
+    assert int(got.sum(dtype=torch.int64)) == 3 * x.numel()
 
 
 def test_a_captured_stream_is_refused_and_the_capture_survives(worker):

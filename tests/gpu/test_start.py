@@ -3,10 +3,12 @@ import statistics
 import time
 
 import torch
-from test_large import MIB, Outside
+from test_large import CHUNK, MIB, Outside
+from test_rungs import in_arena, unshareable
 
 import comfy_zerocopy as zcx
-from comfy_zerocopy import canary
+from comfy_zerocopy import canary, ladder
+from comfy_zerocopy._native import zcx as core
 
 BARE = __file__.replace("test_start.py", "worker_bare.py")
 WORKER = __file__.replace("test_start.py", "worker_torch.py")
@@ -44,3 +46,45 @@ def test_the_cost_of_the_checks(record_property, monkeypatch):
     record_property("first_gpu_call_ms", round(statistics.median(with_checks), 1))
     record_property("first_gpu_call_unchecked_ms", round(statistics.median(without), 1))
     record_property("checks_ms", round(statistics.median(with_checks) - statistics.median(without), 1))
+
+
+def test_the_cost_of_each_check(record_property, monkeypatch):
+    """How long the first call that needs it waits for each, in a worker without torch. record.py puts them together."""
+    z, took = core(), {}
+    names = {z.PROVE_POOL: "pool", z.PROVE_WINDOWS: "windows", z.PROVE_VMM: "vmm", z.PROVE_READ: "vmm", z.PROVE_WINDOW: "copies"}
+    check, sacrifice = canary.Pools._check, canary.sacrifice
+
+    def timed(name, call, *arguments):
+        started = time.perf_counter()
+        why = call(*arguments)
+        took[name] = took.get(name, 0) + (time.perf_counter() - started) * 1e3
+        assert why == "", (name, why)
+        return why
+
+    def checked(self, parent, ordinal, step, *rest):
+        if self.name != "checks":  # the process that is sacrificed makes checks of its own
+            return check(self, parent, ordinal, step, *rest)
+        return timed(names[step], check, self, parent, ordinal, step, *rest)
+
+    monkeypatch.setattr(canary.Pools, "_check", checked)
+    monkeypatch.setattr(canary, "sacrifice", lambda pool: timed("windows_process", sacrifice, pool))
+    small, large = torch.ones(MIB, dtype=torch.uint8, device="cuda"), torch.empty(130 * CHUNK, dtype=torch.uint8, device="cuda")
+    slab, other = in_arena(MIB).zero_(), unshareable(MIB)
+    rounds = []
+    for _ in range(3):
+        took.clear()
+        monkeypatch.setattr(canary, "_tried", {})
+        with zcx.Worker(BARE, name="checks") as w:
+            for x, rung, copied in ((small, "pool", False), (large, "pool", False), (slab, "vmm", False)):
+                w.call("kind", x)
+                assert [(t.rung, t.copied) for t in w.last_report.transfers] == [(rung, copied)]
+            with monkeypatch.context() as without:
+                without.setattr(ladder.Ladder, "_stage", lambda *_: "staging is forced off")
+                without.setattr(ladder.Ladder, "_window", lambda *_: None)
+                w.call("kind", other)
+            assert [(t.rung, t.copied) for t in w.last_report.transfers] == [("host", True)]
+            assert {name: w.status()[name][0] for name in ("pools", "windows", "vmm", "copies")} == dict.fromkeys(
+                ("pools", "windows", "vmm", "copies"), "proved")
+        rounds.append(dict(took))
+    for name in (*dict.fromkeys(names.values()), "windows_process"):
+        record_property(f"check_{name}_ms", round(statistics.median(one[name] for one in rounds), 2))

@@ -17,8 +17,8 @@ def total(x):
 
 @expose
 def late(x, cycles, marker, then):
-    """A kernel that keeps the GPU busy, and a result that is written behind it. Then, with all that queued: rest in Python, return, exit,
-    crash, or queue an access that ends the context."""
+    """A kernel that keeps the GPU busy, and a result that is written behind it. Then, with all that queued: rest in Python, return, raise,
+    exit, crash, or queue an access that ends the context."""
     out = empty_like(x)
     if cycles:
         torch.cuda._sleep(cycles)
@@ -30,6 +30,8 @@ def late(x, cycles, marker, then):
         open(marker, "w").close()
     while then == "rest":
         time.sleep(0.005)
+    if then == "exception":
+        raise KeyError("late")
     if then == "exit":
         os._exit(41)
     if then == "crash":

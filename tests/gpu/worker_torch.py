@@ -134,6 +134,14 @@ def filled_parts(nbytes, seed):
 
 
 @expose
+def holds_parts(x, seed):
+    """Is every byte what filled_parts() would write?"""
+    generator, buffer = torch.Generator("cuda"), torch.empty(PART, dtype=torch.uint8, device="cuda")
+    return all(torch.equal(part, buffer[:part.numel()].random_(0, 256, generator=generator.manual_seed(seed + i)))
+               for i, part in enumerate(x.split(PART)))
+
+
+@expose
 def peek(x):
     """Its ends only: what it costs that the tensor is here."""
     return int(x[0]), int(x[-1])
