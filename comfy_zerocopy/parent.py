@@ -1261,8 +1261,22 @@ def counters() -> dict[str, int]:
     return total
 
 
+def rest() -> None:
+    """Workers that nobody calls now let go of what they only keep mapped for the next call: GPU memory that would stay in use."""
+    with _all_lock:
+        sessions = list(_all)
+    for s in sessions:
+        parent = s.parent
+        if parent is not None and s.busy.acquire(blocking=False):
+            try:
+                parent.rest()
+            finally:
+                s.busy.release()
+
+
 def reclaim() -> int:
     """Give back host memory that is kept warm for the next result; bytes."""
+    rest()
     with _all_lock:
         sessions = list(_all)
     return sum(parent.reclaim() for parent in [s.parent for s in sessions] if parent is not None)

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FAKES = pathlib.Path(__file__).resolve().parent / "fakes"
 WORKERS = pathlib.Path(__file__).resolve().parent / "workers"
 PATIENCE = int(os.environ.get("TESTS_PATIENCE", "1"))  # how many times as long things may take: tests/analysis.py, under sanitizers
-LIMIT = 50 * PATIENCE  # seconds for one test
+LIMIT = 100 * PATIENCE  # seconds for one test
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -64,7 +64,7 @@ def script(spawn):
     """script(code, **environment): its stdout, when it has ended well."""
     def go(code: str, **env: str) -> str:
         p = spawn(code, **env)
-        out, err = p.communicate(timeout=45)
+        out, err = p.communicate(timeout=90)
         assert p.returncode == 0, f"exit status {p.returncode}\n{out}\n{err}"
         return out
 
@@ -274,7 +274,7 @@ def test_an_exit_amid_device_calls_is_quiet(spawn, tmp_path):
         until(lambda: os.path.exists({str(marker)!r}), "it runs")
         print(w.pid)
     """)
-    out, err = p.communicate(timeout=45)
+    out, err = p.communicate(timeout=90)
     assert (p.returncode, err) == (0, "")
     assert not pathlib.Path(f"/proc/{int(out)}").exists(), "the worker was waited for"
 

@@ -2,7 +2,6 @@
 import gc
 import pathlib
 
-import comfy_zerocopy as zcx
 import pytest
 from conftest import ROOT, WORKERS, until
 

@@ -77,7 +77,7 @@ def script(run: Run, tmp_path: pathlib.Path) -> Callable[..., str]:
         clean = {"ZCX_LIBCUDA": str(cbuild.simcuda()), "SIMCUDA_DIR": str(folder), "SIMCUDA_ABORT_ON_RACE": "1", **env}
         path = tmp_path / "parent.py"  # a file, so that tracebacks show the lines
         path.write_text("from simulated import *\n" + COMMON + textwrap.dedent(code))
-        return run(f"exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'))", path=(ROOT, HERE), env=clean, timeout=45).stdout
+        return run(f"exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'))", path=(ROOT, HERE), env=clean, timeout=90).stdout
 
     return go
 
