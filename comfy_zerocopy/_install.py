@@ -321,7 +321,7 @@ def status() -> Status:
 
 
 def reclaim() -> int:
-    """Give back all that can be given back; the bytes. Host memory kept warm for the next result goes, and the arenas' idle slabs;
+    """Give back all that can be given back; the bytes. Host memory kept warm for the next call goes, and the arenas' idle slabs;
     the GPU pools' idle memory stays, because what was exported is not returned by a trim and would then be charged twice."""
     parent = _parent()
     freed = int(parent.reclaim()) if parent is not None else 0

@@ -1261,25 +1261,23 @@ def counters() -> dict[str, int]:
     return total
 
 
-def rest() -> None:
-    """Workers that nobody calls now let go of what they only keep mapped for the next call: GPU memory that would stay in use."""
+def reclaim() -> int:
+    """Give back host memory that is kept warm for the next result, and of workers that no call runs in what is kept for their next call: host
+    memory of inputs, and GPU memory that they only keep mapped; the bytes of host memory."""
+    freed = 0
     with _all_lock:
         sessions = list(_all)
     for s in sessions:
         parent = s.parent
         if parent is not None and s.busy.acquire(blocking=False):
             try:
+                before = parent.stats()
                 parent.rest()
+                after = parent.stats()
+                freed += sum(max(before[what] - after[what], 0) for what in ("input_bytes", "warm_bytes"))
             finally:
                 s.busy.release()
-
-
-def reclaim() -> int:
-    """Give back host memory that is kept warm for the next result; bytes."""
-    rest()
-    with _all_lock:
-        sessions = list(_all)
-    return sum(parent.reclaim() for parent in [s.parent for s in sessions] if parent is not None)
+    return freed + sum(parent.reclaim() for parent in [s.parent for s in sessions] if parent is not None)
 
 
 def _at_exit() -> None:

@@ -513,6 +513,10 @@ def test_memory_goes_back(start):
     assert zcx.reclaim() >= warm > 0
     assert made.status()["warm_bytes"] == 0
     assert made.call("fill", (1 << 20,), "uint8", 2).all()
+    assert (made.call("echo", np.ones(1 << 20, "u1")) == 1).all()
+    held = made.status()["input_bytes"]
+    assert zcx.reclaim() >= held >= 1 << 20 and made.status()["input_bytes"] == 0
+    assert (made.call("echo", np.ones(1 << 20, "u1")) == 1).all()
 
 
 def test_memory_goes_back_for_ranges_of_any_size(start):
