@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import datetime
 import json
 import os
 import pathlib
+import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,6 +37,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import cbuild
+import records
 
 ROOT = cbuild.ROOT
 EXCEPTIONS = ROOT / "tests" / "analysis" / "exceptions.txt"
@@ -216,10 +220,22 @@ TOOLS: dict[str, tuple[Callable[[], list[Finding]], tuple[str, ...]]] = {
 }
 
 
+def over(tool: str) -> str:
+    """What a tool is shown."""
+    if tool == "valgrind":
+        left_out = sum(k.tool == "valgrind" for k in known()[1])
+        return f"the {len(programs())} programs of `tests/c`, but for {left_out} of their cases; leaks and descriptors too"
+    if tool == "tsan":
+        return f"{len(programs('thread'))} programs of `tests/c`"
+    if tool == "asan":
+        return f"the extension, under {len(SANITIZED)} files of `tests/py`"
+    return "`csrc`"
+
+
 def analyse(tool: str) -> dict[str, Any]:
     """One tool's row: version, seconds, findings that nothing explains, how many are explained, exceptions that nothing needs."""
     function, command = TOOLS[tool]
-    row: dict[str, Any] = {"tool": tool, "version": version(*command)}
+    row: dict[str, Any] = {"tool": tool, "version": version(*command), "over": over(tool)}
     begin = time.monotonic()
     findings = function()
     exceptions = known()[1]
@@ -248,7 +264,10 @@ def main() -> int:
             print(f"nothing needs the exception for {exception}", file=sys.stderr)
         print(row.get("missing") or f"{tool} {row['version']}: {len(row['found'])} found, {row['explained']} explained, {row['seconds']} s", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        record = {"record": "analysis", "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "machine": platform.platform(),
+                  "cpus": os.cpu_count(), "source_sha256": records.source_sha256(), "ok": ok, "problems": [],
+                  "command": shlex.join(["python3", "tests/analysis.py", *sys.argv[1:]]), "rows": rows}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if ok else 1
 
 

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "research" / "results"
-KINDS = ("allocs", "fuzz", "kill", "mutants", "parent", "soak")  # what the names of their records begin with
+KINDS = ("allocs", "analysis", "fuzz", "kill", "mutants", "parent", "soak")  # what the names of their records begin with
 MB = ("memory", "shared memory", "allocated", "pool", "arena", "vram")  # figures of these are bytes
 
 Record = dict[str, Any]
@@ -172,11 +172,19 @@ def fuzzers() -> str:
             + "\nMade by\n\n" + "".join(f"- {link(name)}: `{r['command']}`, {r['engine']}\n" for name, r in load("fuzz")))
 
 
+def analyses() -> str:
+    names = {"gcc": "gcc `-fanalyzer`", "tsan": "ThreadSanitizer of gcc", "asan": "AddressSanitizer and UBSan of gcc"}
+    rows = [[f"{names.get(row['tool'], row['tool'])} {row['version']}", row["over"], number(len(row["found"])), number(row["explained"]), number(row["seconds"])]
+            for _, r in load("analysis") for row in r["rows"]]
+    return (table(("tool", "over", "found and not explained", "explained", "seconds"), rows)
+            + "\n" + "".join(f"Made by `{r['command']}`: {link(name)}\n" for name, r in load("analysis")))
+
+
 def sources() -> str:
     return table(("record", "date", "sources"), [[link(name), r["date"][:10], f"`{r['source_sha256'][:8]}`"] for kind in KINDS for name, r in load(kind)])
 
 
-TABLES: dict[str, Callable[[], str]] = {"mutants": mutants, "kills": kills, "parents": parents, "soaks": soaks, "allocs": allocs, "fuzz": fuzzers,
+TABLES: dict[str, Callable[[], str]] = {"mutants": mutants, "kills": kills, "parents": parents, "soaks": soaks, "allocs": allocs, "fuzz": fuzzers, "analysis": analyses,
                                         "sources": sources}
 
 

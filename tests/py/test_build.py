@@ -257,13 +257,13 @@ def test_wheel_of_another_system_is_pure(tools: pathlib.Path, unpacked: pathlib.
 
 
 @linux
-@pytest.mark.parametrize("sanitize", ["address,undefined", "thread"])
-def test_sanitizers_link(tools: pathlib.Path, unpacked: pathlib.Path, tmp_path: pathlib.Path, sanitize: str) -> None:
+def test_a_sanitizer_links(tools: pathlib.Path, unpacked: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """ThreadSanitizer; the others are used (test_analysis.py)."""
     copy = tmp_path / "source"
     shutil.copytree(unpacked, copy, ignore=shutil.ignore_patterns("build", "*.egg-info"))
-    env = {**os.environ, "PYTHONPATH": str(tools), "ZCX_SANITIZE": sanitize}
+    env = {**os.environ, "PYTHONPATH": str(tools), "ZCX_SANITIZE": "thread"}
     subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "out")], cwd=copy, env=env, check=True,
                    capture_output=True)
     (library,) = (tmp_path / "out").rglob("_zcx*.so")
     needed = subprocess.run(["readelf", "-d", str(library)], check=True, capture_output=True, text=True).stdout
-    assert f"lib{'t' if sanitize == 'thread' else 'a'}san.so" in needed
+    assert "libtsan.so" in needed

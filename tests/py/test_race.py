@@ -85,11 +85,15 @@ def test_soak(start: Start) -> None:
     """A hundred thousand calls with small tensors on the simulated driver, and some on the host."""
     programs = [(start("soak", "--calls", str(calls), "--rung", rung, "--largest", str(largest)), calls, rung)
                 for calls, rung, largest in ((100_000, "pool", 16 << 10), (10_000, "host", 256 << 10))]
+    kinds, ends = set(), set()
     for program, calls, rung in programs:
         found = program.result()
+        kinds.update(found["calls_by_kind"])
+        ends.update(found["ended_by"])
         assert found["calls"] >= calls and found["problems"] == [] and found["devices"] == (2 if rung == "pool" else 1)
-        assert {"WorkerDied", "Cancelled", "CallTimeout", "ResultTooLarge"} <= set(found["ended_by"])
-        assert {"keep", "kept", "lease", "edit", "leave", "kill", "deaf", "replace"} <= set(found["calls_by_kind"])
+    # Of both: the rarest is one in ten thousand.
+    assert {"WorkerDied", "Cancelled", "CallTimeout", "ResultTooLarge"} <= ends
+    assert {"keep", "kept", "lease", "edit", "leave", "kill", "deaf", "replace"} <= kinds
 
 
 @pytest.mark.parametrize("path", sorted(p for p in (ROOT / "research" / "results").glob("*.json") if p.name.startswith(("allocs-", "kill-", "parent-", "soak-"))),

@@ -772,7 +772,9 @@ def test_output_becomes_log_records(start, caplog):
 # ---- the parent's own end ----
 
 
-PARENT = f"import comfy_zerocopy as zcx, os, sys\nw = zcx.Worker({str(WORKERS / 'plain.py')!r}, timeout=40)\n"
+# Ctrl-C is ignored where the tests run in the background of a shell; these parents hear it all the same.
+PARENT = ("import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+          f"import comfy_zerocopy as zcx, os, sys\nw = zcx.Worker({str(WORKERS / 'plain.py')!r}, timeout=40)\n")
 
 
 @pytest.fixture
