@@ -6,6 +6,7 @@ from one of our pools, `ArenaMemory` one from an arena. Does not: compute, impor
 """
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -69,7 +70,7 @@ def pieces(owner: Any, address: int, nbytes: int) -> list[tuple[int, int]]:
 class DeviceMemory:
     """`nbytes` of a GPU's memory, allocated from a `_zcx.Pool` on `stream` and freed on it when the last reference goes."""
 
-    _owed: ClassVar[list[tuple[Any, int, int]]] = []  # what the driver would not free yet
+    _owed: ClassVar[collections.deque[tuple[Any, int, int]]] = collections.deque()  # what the driver would not free yet
 
     def __init__(self, pool: Any, nbytes: int, stream: int = 0) -> None:
         self.pool, self.nbytes, self.stream = pool, nbytes, stream
@@ -80,21 +81,20 @@ class DeviceMemory:
 
     def __del__(self) -> None:
         if getattr(self, "address", 0):
-            self._owed.append((self.pool, self.address, self.stream))
+            self._owed.appendleft((self.pool, self.address, self.stream))
             self._give_back()
 
     def _give_back(self) -> None:
-        """The newest first, so that one which fails each time holds up none that comes after it."""
-        while self._owed:
+        """The newest first, then some of the others in turn: one that fails each time holds up none."""
+        for _ in range(min(len(self._owed), 8)):
             try:
-                owed = self._owed.pop()
+                owed = self._owed.popleft()
             except IndexError:  # another thread's, meanwhile
                 return
             try:
                 owed[0].free(*owed[1:])
             except Exception:  # once, or for good: with its context, at the end of the process, the memory goes too
                 self._owed.append(owed)
-                return
 
 
 class ArenaMemory:

@@ -96,10 +96,9 @@ class _Enough(Exception):
 class _Ticket:
     """One asker's place in the line for a _Turn."""
 
-    __slots__ = ("thread", "wake")
+    __slots__ = ("wake",)
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
         self.wake = threading.Lock()
         self.wake.acquire()
 
@@ -110,7 +109,7 @@ class _Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside: set[int] = set()  # threads that have the lock, or are about to
+        self._threads: set[int] = set()  # from before they take it until after they gave it
         self._holder: _Ticket | None = None
         self._queue: collections.deque[_Ticket] = collections.deque()
 
@@ -120,27 +119,16 @@ class _Turn:
 
     def require_free(self, what: str) -> None:
         """Who has the turn would wait for itself: callbacks, hooks and finalizers run in the midst of a call."""
-        holder, here = self._holder, threading.get_ident()
-        if here in self._inside or holder is not None and holder.thread == here or any(t.thread == here for t in list(self._queue)):
+        if threading.get_ident() in self._threads:
             raise Error(f"{what} from within a call of the same worker")
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The garbage collector may run a finalizer here, in this thread, which must not wait for the lock: require_free() tells it."""
-        here = threading.get_ident()
-        self._inside.add(here)
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._inside.discard(here)
 
     def take(self, mine: _Ticket, deadline: float | None) -> bool:
         """True with the turn; False at the deadline (time.monotonic). give() must follow in every case."""
-        with self._locked():
+        self._threads.add(threading.get_ident())
+        with self._lock:
             self._queue.append(mine)
         while True:
-            with self._locked():
+            with self._lock:
                 if self._holder is None:
                     self._holder = self._queue.popleft()
                     self._holder.wake.release()
@@ -153,13 +141,14 @@ class _Turn:
 
     def give(self, mine: _Ticket) -> None:
         """Out of the line, or on to the next in it."""
-        with self._locked():
+        with self._lock:
             if mine in self._queue:
                 self._queue.remove(mine)
             if self._holder is mine:
                 self._holder = self._queue.popleft() if self._queue else None
                 if self._holder is not None:
                     self._holder.wake.release()
+        self._threads.discard(threading.get_ident())
 
 
 class _Session:
@@ -168,6 +157,7 @@ class _Session:
     def __init__(self, owner: Worker) -> None:
         self.busy = threading.Lock()  # held by the thread that drives the session; the keeper releases nothing under it
         self.watching = self.resting = False
+        self.tended = False  # the keeper has `busy`, without the turn
         self.called = 0.0  # time.monotonic() of the last call's end
         self.handles: tree.Handles | None = None
         self.functions: dict[int, str] = {}  # by call: of those that may have left something kept
@@ -236,12 +226,8 @@ class _Session:
         parent, left = self.parent, self.called + _REST - time.monotonic()
         if parent is None:
             return
-        if left <= 0 and self.busy.acquire(blocking=False):
-            try:
-                self.resting = False
-                parent.rest()
-            finally:
-                self.busy.release()
+        if left <= 0 and self._tend(parent.rest):
+            self.resting = False
         else:
             process.keeper().later(max(left, 1.0), self._rest)
 
@@ -250,20 +236,42 @@ class _Session:
         parent = self.parent
         if parent is None or self.process.exited.is_set():
             return
-        if self.busy.acquire(blocking=False):
-            try:
-                if parent.state == "idle":
-                    parent.run(time.monotonic_ns(), self._on_idle)
-            except _native.zcx().Failure as failure:
-                _log.warning("comfy_zerocopy: worker %s: %s", self.process.name, failure)
-                self.process.kill()
-                return
-            finally:
-                self.busy.release()
+        try:
+            self._tend(lambda: parent.state == "idle" and parent.run(time.monotonic_ns(), self._on_idle))
+        except _native.zcx().Failure as failure:
+            _log.warning("comfy_zerocopy: worker %s: %s", self.process.name, failure)
+            self.process.kill()
+            return
         if self._holds(parent):
             process.keeper().later(_KEPT_POLL, self._look_idle)
         else:
             self.watching = False
+
+    def _tend(self, what: Callable[[], Any]) -> bool:
+        """Keeper's thread: drive the session for a moment if nobody does. A finalizer that comes meanwhile, in this thread, must not wait."""
+        if not self.busy.acquire(blocking=False):
+            return False
+        self.tended = True
+        try:
+            what()
+        finally:
+            self.tended = False
+            self.busy.release()
+        return True
+
+    def rest_now(self) -> int:
+        """Keeper's thread: what is kept for the next call goes, if none runs; the bytes of host memory."""
+        parent, freed = self.parent, [0]
+
+        def rest() -> None:
+            before = parent.stats()
+            parent.rest()
+            after = parent.stats()
+            freed[0] = sum(max(before[what] - after[what], 0) for what in ("input_bytes", "warm_bytes"))
+
+        if parent is not None:
+            self._tend(rest)
+        return freed[0]
 
     def _on_idle(self, event: tuple[Any, ...]) -> None:
         if event[0] == "handle_drop" and self.handles is not None:
@@ -407,7 +415,7 @@ class Worker:
 
     def close(self) -> None:
         """Let the running call end, say goodbye, and end the process. Idempotent; a later call is an error."""
-        self._turn.require_free(f"worker {self.name} cannot be closed")
+        self._require_free(f"worker {self.name} cannot be closed")
         self._closed = True  # what is submitted from here on is refused
         if self._foreign or _exiting:
             return
@@ -460,21 +468,20 @@ class Worker:
         try:
             yield
         finally:
-            if not self._closed:
+            if not self._closed and session is not None:
                 with contextlib.suppress(Error):  # it died: then the lease is over too
                     self._call("zcx.unlease", (number,), {}, None, {}, None, only=session)
 
     def _call(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None, streams: dict[int, Any],
               running: _Running | None, only: _Session | None = None) -> Any:
         """only: nothing is done if that session is over."""
-        if _exiting:
-            raise Error(f"{self.name}.{function} cannot be called any more: this process ends, and its workers have ended")
         if not isinstance(function, str):
             raise TypeError(f"the function is named by a str, not by {type(function).__qualname__}")
         self._require_own()
         timeout = self._timeout if timeout is None else _seconds(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._turn.require_free(f"{self.name}.{function} cannot be called")
+        self._require_open()
+        self._require_free(f"{self.name}.{function} cannot be called")
         mine = _Ticket()
         try:
             if not self._turn.take(mine, deadline):
@@ -484,7 +491,7 @@ class Worker:
                 return None
             while True:
                 self.last_report = Report(())  # a call that fails early must not show what another one moved
-                session = self._started(deadline, timeout)
+                session = only if only is not None else self._started(deadline, timeout)
                 call = _Call(self, session, function, streams, deadline, timeout)
                 if running is not None:
                     running.bind(call)
@@ -568,6 +575,14 @@ class Worker:
     def _require_open(self) -> None:
         if self._closed:
             raise Error(f"worker {self.name} is closed: make another one")
+        if _exiting:
+            raise Error(f"worker {self.name} cannot be called any more: this process ends, and its workers have ended")
+
+    def _require_free(self, what: str) -> None:
+        self._turn.require_free(what)
+        s, keeper = self._session, process.running()
+        if s is not None and s.tended and keeper is not None and keeper.here():
+            raise Error(f"{what} from a finalizer that comes while that worker is looked after")
 
     def _require_own(self) -> None:
         if self._foreign:
@@ -587,7 +602,7 @@ class Worker:
             self._session = None
             s.process.kill()
         running = sys.modules.get(f"{__package__}.worker")
-        if running is not None and running.importing:
+        if getattr(running, "importing", False):
             raise Error(f"worker {self.name} cannot be started while this process, a worker itself, imports its file: that could go on without "
                         "end, each starting another. Call it from a function, or under `if __name__ == \"__main__\":`, which no worker runs")
         try:
@@ -1207,7 +1222,12 @@ class _Queue:
         if self._closed:  # meanwhile, and this may have come behind its look
             self.close()
         elif next(self._first) == 0:
-            threading.Thread(target=self._run, name=f"comfy_zerocopy {self._name}", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name=f"comfy_zerocopy {self._name}", daemon=True).start()
+            except BaseException:
+                future.cancel()  # it is still in the line
+                self._first = itertools.count()
+                raise
         return future
 
     def close(self) -> None:
@@ -1264,20 +1284,23 @@ def counters() -> dict[str, int]:
 def reclaim() -> int:
     """Give back host memory that is kept warm for the next result, and of workers that no call runs in what is kept for their next call: host
     memory of inputs, and GPU memory that they only keep mapped; the bytes of host memory."""
-    freed = 0
+    freed, done, keeper = [0], process.Flag(), process.running()
     with _all_lock:
         sessions = list(_all)
-    for s in sessions:
-        parent = s.parent
-        if parent is not None and s.busy.acquire(blocking=False):
-            try:
-                before = parent.stats()
-                parent.rest()
-                after = parent.stats()
-                freed += sum(max(before[what] - after[what], 0) for what in ("input_bytes", "warm_bytes"))
-            finally:
-                s.busy.release()
-    return freed + sum(parent.reclaim() for parent in [s.parent for s in sessions] if parent is not None)
+
+    def rest() -> None:
+        try:
+            freed[0] = sum(s.rest_now() for s in sessions)
+        finally:
+            done.set()
+
+    if sessions and keeper is not None:
+        if keeper.here():
+            rest()
+        else:
+            keeper.do(rest)
+            done.wait(_BYE)
+    return freed[0] + sum(parent.reclaim() for parent in [s.parent for s in sessions] if parent is not None)
 
 
 def _at_exit() -> None:

@@ -64,9 +64,8 @@ class Keeper:
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._run, name="comfy_zerocopy keeper", daemon=True)
 
-    def start(self) -> Keeper:
+    def start(self) -> None:
         self._thread.start()
-        return self
 
     def discard(self) -> None:
         """It was not started, and is not needed."""
@@ -76,7 +75,7 @@ class Keeper:
 
     def here(self) -> bool:
         """Is this the keeper's thread? Who is (a finalizer that the garbage collector runs there) must not wait for what it does."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread.ident
 
     def do(self, what: Callable[[], None]) -> None:
         """Run it in the keeper's thread, soon. Any thread."""
@@ -131,10 +130,16 @@ def keeper() -> Keeper:
     with _keeper_lock:
         if _keeper is None:
             made = Keeper()
-            if _keeper is None:  # a finalizer in this thread may have been here meanwhile
-                _keeper = made.start()
-            else:
+            if _keeper is not None:  # a finalizer in this thread was here meanwhile
                 made.discard()
+                return _keeper
+            _keeper = made  # before it is started: a finalizer that comes then may already ask things of it
+            try:
+                made.start()
+            except BaseException:
+                _keeper = None
+                made.discard()
+                raise
         return _keeper
 
 
@@ -263,7 +268,7 @@ class Process:
             return
         self.drain()
         with self._read_lock:  # their numbers are given out again: from here on nobody reads there
-            for pending, level in self._open.values():
+            for pending, level in list(self._open.values()):
                 if pending:
                     self._line(pending, level)
             self._open.clear()
