@@ -226,9 +226,12 @@ class _Session:
         parent, left = self.parent, self.called + _REST - time.monotonic()
         if parent is None:
             return
-        if left <= 0 and self._tend(parent.rest):
-            self.resting = False
-        else:
+
+        def rest() -> None:
+            self.resting = False  # before the next call can begin, whose end looks at it
+            parent.rest()
+
+        if left > 0 or not self._tend(rest):
             process.keeper().later(max(left, 1.0), self._rest)
 
     def _look_idle(self) -> None:
@@ -851,10 +854,7 @@ class _Call:
         if encoder.looks:
             self._lend(encoder, indices)
             data = encoder.write()
-        if not self.parent.send(data, _ns(self.deadline)):
-            raise CallTimeout(f"{self.owner.name}.{self.function}: the worker did not take the call within {self.timeout} s")
-        self.sent = True
-        outcome = self._wait()
+        outcome = self._exchange(data)
         if outcome[0] == "import_refused":
             refused, rung = indices.get(outcome[1], []), self.rungs.get(outcome[1], ladder.HOST)
             if not refused or any(rung in self.avoid.get(index, ()) for index in refused):  # not even as a copy
@@ -957,12 +957,17 @@ class _Call:
             raise ProtocolError(f"worker {self.owner.name} answered {event[0]!r} where {kind!r} was due")
         return event
 
-    def _wait(self) -> tuple[Any, ...]:
-        """RESULT, ERROR or IMPORT_REFUSED. A deadline, Ctrl-C or an error of our own stops the worker's call first."""
+    def _exchange(self, data: bytes) -> tuple[Any, ...]:
+        """CALL, and RESULT, ERROR or IMPORT_REFUSED. A deadline, Ctrl-C or an error of our own stops the worker's call first."""
         try:
+            if not self.parent.send(data, _ns(self.deadline)):
+                raise CallTimeout(f"{self.owner.name}.{self.function}: the worker did not take the call within {self.timeout} s")
+            self.sent = True
             event = self.parent.run(_ns(self.deadline), self._on_event)
         except BaseException:
-            if self.parent.state != "broken":
+            # An interrupt may come between any two lines: whether the call is under way, only the session knows.
+            if self.parent.state in ("calling", "returning", "returned"):
+                self.sent = True
                 self._stop()
             raise
         if event is not None:
