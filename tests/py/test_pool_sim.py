@@ -466,8 +466,19 @@ SWEEP = """
                 w = begin()
             return w
 
+        def at_rest(w):
+            "When the GPU is known to be done with what the arena is to give back."
+            end = time.monotonic() + 20
+            while True:
+                found, arena = rested(w), _install.arena_for(0)
+                use = arena.usage() if arena is not None else dict(pending=0, slabs=0)
+                if not use["pending"] and (not use["slabs"] or use["taken"]):
+                    return found
+                assert time.monotonic() < end, (found, use)
+                time.sleep(0.005)
+
         w = begin()
-        before_at_rest = rested(w)
+        before_at_rest = at_rest(w)
         right(w)
         before = held(w)
 """
