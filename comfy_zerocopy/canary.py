@@ -211,8 +211,8 @@ class Pools(Verdicts):
         try:
             parent.prove(self._index[ordinal], step, arena)
         except z.Failure as failure:
-            if parent.state == "broken":
-                raise
+            if parent.state == "broken":  # of what it was told of before the check itself
+                raise self._ended(failure, what, ordinal, demoted) from None
             self.unfinished = False
             return f"{what} failed: {failure}"
         failed, reason = self._await("proved", SECONDS, what, ordinal, demoted, until)
@@ -222,19 +222,22 @@ class Pools(Verdicts):
         try:
             event = until(kind, time.monotonic() + seconds)
         except zcx().Failure as failure:
-            if self.killed:
-                raise
-            why, died = f"{what} ended the worker", failure.code == zcx().E_DIED
-        else:
-            if event is not None:
-                self.unfinished = False
-                if kind == "proved":  # that a device opens is no check, and comes before each
-                    self.demoted.kills = 0
-                return event[2], event[3]
-            why, died = f"{what} did not end within {seconds:g} s", False
+            raise self._ended(failure, what, ordinal, demoted) from None
+        if event is None:
+            raise self._stuck(f"{what} did not end within {seconds:g} s", ordinal, demoted, False)
+        self.unfinished = False
+        if kind == "proved":  # that a device opens is no check, and comes before each
+            self.demoted.kills = 0
+        return event[2], event[3]
+
+    def _ended(self, failure: Any, what: str, ordinal: int, demoted: dict[int, str]) -> Exception:
+        """The session broke in the midst of it; by us, or by the worker."""
+        return failure if self.killed else self._stuck(f"{what} ended the worker", ordinal, demoted, failure.code == zcx().E_DIED)
+
+    def _stuck(self, why: str, ordinal: int, demoted: dict[int, str], died: bool) -> Stuck:
         demoted[ordinal] = why
         _log.warning("comfy_zerocopy: worker %s, cuda:%d: %s", self.name, ordinal, why)
-        raise Stuck(why, demoted, ordinal, died)
+        return Stuck(why, demoted, ordinal, died)
 
 
 def _shows_something(why: str) -> bool:
