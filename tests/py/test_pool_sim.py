@@ -459,8 +459,13 @@ SWEEP = """
                 time.sleep(0.005)
 
         def by_the_rung(w):
-            "The next call works; a worker that was sent to another rung is replaced."
-            right(w)
+            "The next call works; a worker that was sent to another rung is replaced. So is one in which what failed once is not tried"
+            "again, as a device that could not be opened: then the next worker works."
+            try:
+                right(w)
+            except (zcx.Error, MemoryError):
+                w.close()
+                return begin()
             if ("input", 5000, *{wanted!r}) not in rungs(w):
                 w.close()
                 w = begin()
