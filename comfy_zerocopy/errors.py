@@ -34,15 +34,15 @@ class WorkerDied(Error):
     """
 
     def __init__(self, message: str, *, pid: int | None = None, exit_status: int | None = None, signal: int | None = None,
-                 stderr: Sequence[str] = (), state: str | None = None) -> None:
+                 stderr: Sequence[str] = (), state: str | None = None, explained: bool = False) -> None:
         self.pid = pid
         self.exit_status = exit_status  # None: unknown, or ended by a signal
         self.signal = signal  # None: it exited by itself
         self.stderr = tuple(stderr)
         self.state = state  # what the call was doing: "starting", "running", …
         parts = [message]
-        if "ended by kill()" in message:
-            pass  # that says it all
+        if explained:
+            pass  # `message` says how it ended
         elif signal is not None:
             try:
                 parts.append(f"killed by {_signal.Signals(signal).name}")

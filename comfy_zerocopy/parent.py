@@ -264,17 +264,18 @@ class _Session:
 
     def rest_now(self) -> int:
         """Keeper's thread: what is kept for the next call goes, if none runs; the bytes of host memory."""
-        parent, freed = self.parent, [0]
+        parent, freed = self.parent, 0
 
         def rest() -> None:
+            nonlocal freed
             before = parent.stats()
             parent.rest()
             after = parent.stats()
-            freed[0] = sum(max(before[what] - after[what], 0) for what in ("input_bytes", "warm_bytes"))
+            freed = sum(max(before[what] - after[what], 0) for what in ("input_bytes", "warm_bytes"))
 
         if parent is not None:
             self._tend(rest)
-        return freed[0]
+        return freed
 
     def _on_idle(self, event: tuple[Any, ...]) -> None:
         if event[0] == "handle_drop" and self.handles is not None:
@@ -313,8 +314,8 @@ class Worker:
 
     target: a module's name, or the path of a .py file, that uses comfy_zerocopy.worker.expose. A relative path is taken from
         this process's working directory, not from the caller's file: in a node pack, pathlib.Path(__file__).with_name("w.py").
-    python: the interpreter (default: this one), as a path, or as a name on PATH. 3.11 or newer needs nothing installed, the package is lent to it; 3.10 only if
-        this process runs 3.10 too, or if the package is installed in that environment.
+    python: the interpreter (default: this one), as a path, or as a name on PATH. 3.11 or newer needs nothing installed, the package is
+        lent to it; 3.10 only if this process runs 3.10 too, or if the package is installed in that environment.
     env: changes to this process's environment (None removes a variable). cwd: its working directory. name: for logs.
     timeout: seconds for each call that names none; None: no limit. It covers waiting for the worker's turn and its start, but not what
         a submitted call waits for those that were submitted before it.
@@ -737,7 +738,7 @@ def _died(owner: Worker, s: _Session, failure: Any, state: str) -> Exception:
     text = str(failure)
     detail = f": {text}" if text.startswith("its work on the GPU") else ""
     if s.pools.killed and known["signal"] == signal.SIGKILL:
-        return WorkerDied(f"worker {owner.name} (pid {known['pid']}) was ended by kill()", state=state, **known)
+        return WorkerDied(f"worker {owner.name} (pid {known['pid']}) was ended by kill()", state=state, explained=True, **known)
     what = f"pid {known['pid']}" + (f", started with {owner._python or sys.executable}" if state == "starting" else "")
     return WorkerDied(f"worker {owner.name} ({what}) died{detail}", state=state, **known)
 
@@ -1289,13 +1290,14 @@ def counters() -> dict[str, int]:
 def reclaim() -> int:
     """Give back host memory that is kept warm for the next result, and of workers that no call runs in what is kept for their next call: host
     memory of inputs, and GPU memory that they only keep mapped; the bytes of host memory."""
-    freed, done, keeper = [0], process.Flag(), process.running()
+    freed, done, keeper = 0, process.Flag(), process.running()
     with _all_lock:
         sessions = list(_all)
 
     def rest() -> None:
+        nonlocal freed
         try:
-            freed[0] = sum(s.rest_now() for s in sessions)
+            freed = sum(s.rest_now() for s in sessions)
         finally:
             done.set()
 
@@ -1305,7 +1307,7 @@ def reclaim() -> int:
         else:
             keeper.do(rest)
             done.wait(_BYE)
-    return freed[0] + sum(parent.reclaim() for parent in [s.parent for s in sessions] if parent is not None)
+    return freed + sum(parent.reclaim() for parent in [s.parent for s in sessions] if parent is not None)
 
 
 def _at_exit() -> None:

@@ -13,6 +13,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -29,12 +30,18 @@ def load(kind: str) -> list[tuple[str, Record]]:
     return [(p.name, json.loads(p.read_text(encoding="utf-8"))) for p in sorted(RESULTS.glob(f"{kind}-*.json"))]
 
 
-def source_sha256() -> str:
+def gpu_record() -> ModuleType:
+    """tests/gpu/record.py, which stands alone: it knows how every record names the sources and the driver."""
     spec = importlib.util.spec_from_file_location("gpu_record", ROOT / "tests" / "gpu" / "record.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return str(module.source_sha256(ROOT))
+    return module
+
+
+def source_sha256() -> str:
+    """Of the sources as they are here."""
+    return str(gpu_record().source_sha256(ROOT))
 
 
 def older() -> list[str]:

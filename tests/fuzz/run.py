@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
 import os
 import pathlib
@@ -32,6 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import cbuild  # noqa: E402
+import records  # noqa: E402
 
 FOLDER = ROOT / "tests" / "fuzz"
 FATAL = ROOT / "build" / "fuzz"
@@ -44,13 +44,6 @@ TARGETS = {
 }
 CLANG = shutil.which("clang")
 FLAGS = ["-D_GNU_SOURCE", "-O1", "-g", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all", "-Icsrc", "-Itests/fuzz"]
-
-
-def source_sha256() -> str:
-    spec = importlib.util.spec_from_file_location("record", ROOT / "tests" / "gpu" / "record.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.source_sha256(ROOT)
 
 
 def engine() -> str:
@@ -139,7 +132,7 @@ def main() -> int:
     shares = sum(TARGETS[t][2] for t in targets)
     record: dict[str, Any] = {
         "record": "fuzz", "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "machine": platform.platform(),
-        "cpus": os.cpu_count(), "engine": engine(), "source_sha256": source_sha256(),
+        "cpus": os.cpu_count(), "engine": engine(), "source_sha256": records.source_sha256(),
         "command": shlex.join(["python3", "tests/fuzz/run.py", *sys.argv[1:]]), "rows": []}
     with tempfile.TemporaryDirectory(prefix="zcx-fuzz-") as folder:
         for target in targets:

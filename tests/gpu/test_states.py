@@ -48,7 +48,7 @@ class Walked:
         self.walk = card.Walk(folder, library, *arguments, **more)
 
     def hold(self, state, fault):
-        if problem := self.walk.ask(*card.rows([(state, fault)])):
+        if problem := self.walk.ask(state, fault, card.row(state, fault)):
             pytest.fail(problem)
 
     def back(self, seconds):
@@ -93,7 +93,7 @@ def test_row_where_events_are_the_gates(with_events, state, fault):
 
 def test_events_were_the_gates(with_events):
     """A worker that is refused the post of a counter does not notice: it posts none."""
-    problem = with_events.walk.ask(*card.rows([("DONE posted", "driver")]))
+    problem = with_events.walk.ask("DONE posted", "driver", card.row("DONE posted", "driver"))
     assert "the table says WorkerDied" in problem and "AssertionError: result (" in problem, problem
     with_events.walk.close()
     with_events.back(10)

@@ -13,7 +13,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
-import importlib.util
 import json
 import os
 import pathlib
@@ -35,6 +34,7 @@ import mutate  # noqa: E402
 
 import cbuild  # noqa: E402
 import mutants  # noqa: E402
+import records  # noqa: E402
 
 SECONDS = 60  # for one scenario
 DELAYS = (50, 0, 400, 2000)  # microseconds, by seed
@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     bench, started, rows = Bench(), time.monotonic(), []
     seeds = range(1, chosen.seeds + 1)
-    hashed = source_sha256()
+    hashed = records.source_sha256()
     try:
         bench.package(None)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -206,15 +206,6 @@ def main(arguments: list[str] | None = None) -> int:
         pathlib.Path(chosen.table).write_text("".join(row.line() for row in rows), encoding="utf-8")
     print(f"{sum(not row.problems for row in rows)} of {len(rows)} mutants caught under {chosen.seeds} seeds each, in {seconds:g} s")
     return 0 if ok else 1
-
-
-def source_sha256() -> str:
-    """As every record here names the sources: see tests/gpu/record.py."""
-    spec = importlib.util.spec_from_file_location("gpu_record", ROOT / "tests" / "gpu" / "record.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.source_sha256(ROOT)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,21 @@ import json
 import os
 import pathlib
 import re
-import select
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import pytest
 from conftest import ROOT, until
 
 import cbuild
+from faults import walking
+from faults.walking import WALK, Row, cells, read
 
 pytestmark = pytest.mark.usefixtures("deadline")
-PAGE = ROOT / "docs" / "ownership.md"
-WALK = ROOT / "tests" / "faults" / "walk.py"
 FAULTS = ("SIGKILL", "SIGSEGV", "os._exit", "socket closed", "SIGSTOP", "timeout", "cancel", "parent exits", "exception", "driver", "fd limit",
           "memfd full", "memory")
 CANNOT, AS = "cannot happen: ", "as "
@@ -36,33 +32,6 @@ REFUSED = {"arena": "cuMemPoolImportPointer:1:999", "copies": "cuMemPoolImportPo
 LOWER = [("arena", s) for s in ("CALLING", "function running", "filling", "DONE posted", "KEPT", "lease held")] + \
         [("copies", s) for s in ("CALLING", "function running", "filling", "DONE posted")]
 EVENTS = ("CALLING", "RETURNING", "un-importing", "DONE posted")  # where gates matter
-
-
-class Row(NamedTuple):
-    outcome: str
-    says: list[str]
-    worker: str  # of the next call: "kept" or "new"
-    test: str
-
-
-def cells(line: str) -> list[str]:
-    return [c.strip() for c in line.strip().strip("|").split("|")]
-
-
-def tables(heading: str) -> list[list[list[str]]]:
-    """The tables under a heading of the page, without their heads."""
-    section = re.split(rf"^## {re.escape(heading)}$", PAGE.read_text(), flags=re.M)[1].split("\n## ")[0]
-    found = [[cells(line) for line in block.strip().splitlines()] for block in re.findall(r"(?:^\|.*\n)+", section, re.M)]
-    return [t[2:] for t in found]
-
-
-def read() -> tuple[list[str], list[tuple[str, str, Row]]]:
-    named, faults = tables("Every state, every fault")
-    rows = []
-    for state, several, outcome, says, worker, test in faults:
-        for fault in several.split(", "):
-            rows.append((state, fault, Row(outcome.strip("`"), re.findall(r'"([^"]*)"', says), worker, test.strip("`"))))
-    return [line[0] for line in named], rows
 
 
 STATES, ROWS = read()
@@ -94,8 +63,8 @@ def test_every_row_has_a_test_or_a_reason():
     assert len(WALKED) > 120
 
 
-class Walk:
-    """The process, and its answers."""
+class Walk(walking.Walk):
+    """On the simulated driver, in a folder of its own."""
 
     def __init__(self, folder: pathlib.Path, *arguments: str, package: pathlib.Path = ROOT, **env: str) -> None:
         self.folder = pathlib.Path(tempfile.mkdtemp(dir=folder))
@@ -104,29 +73,7 @@ class Walk:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("COMFY_ZEROCOPY", "ZCX_", "PYTHON", "CUDA_VISIBLE"))}
         clean.update(PYTHONPATH=str(package), PYTHONDONTWRITEBYTECODE="1", ZCX_LIBCUDA=str(cbuild.simcuda()), SIMCUDA_DIR=str(self.folder / "sim"),
                      SIMCUDA_ABORT_ON_RACE="1", FAULTS_DIR=str(self.folder), FAULTS_LIBRARY=library, FAULTS="", LD_PRELOAD=library, **env)
-        self.errors = open(self.folder / "errors", "w+")
-        self.process = subprocess.Popen([sys.executable, "-S", str(WALK), *arguments], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=self.errors, text=True)
-
-    def line(self, seconds: float) -> str:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        line = self.process.stdout.readline() if ready else ""
-        if line:
-            return line
-        self.end()
-        self.errors.seek(0)
-        pytest.fail(f"the walk {'hangs' if not ready else f'ended with {self.process.returncode}'}:\n{self.errors.read()[-5000:]}")
-
-    def ask(self, state: str, fault: str, row: Row) -> str:
-        assert self.process.stdin is not None
-        print(json.dumps({"state": state, "fault": fault, **row._asdict()}), file=self.process.stdin, flush=True)
-        found: str = json.loads(self.line(45))["error"]
-        return found
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        super().__init__(self.folder / "errors", clean, *arguments)
 
     def close(self) -> None:
         self.end()

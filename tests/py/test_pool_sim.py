@@ -459,11 +459,13 @@ SWEEP = """
                 time.sleep(0.005)
 
         def by_the_rung(w):
-            "The next call works; a worker that was sent to another rung is replaced. So is one in which what failed once is not tried"
-            "again, as a device that could not be opened: then the next worker works."
+            "The next call works; a worker that was sent to another rung is replaced. So is one in which a slab for results could not be"
+            "mapped: that is remembered there as long as the slab is told of (csrc/xfer_import.c), and a call fails by it."
             try:
                 right(w)
-            except (zcx.Error, MemoryError):
+            except (zcx.RemoteError, MemoryError):
+                if not {env!r}:  # results of the pool: nothing is remembered
+                    raise
                 w.close()
                 return begin()
             if ("input", 5000, *{wanted!r}) not in rungs(w):

@@ -3,7 +3,6 @@ page says of records is what they say."""
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import pathlib
 import re
@@ -19,11 +18,7 @@ import records
 
 @pytest.fixture
 def record() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_record", ROOT / "tests" / "gpu" / "record.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return records.gpu_record()
 
 
 def test_hash_is_of_the_sources_and_of_nothing_else(record: ModuleType, tmp_path: pathlib.Path) -> None:

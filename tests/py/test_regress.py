@@ -236,16 +236,19 @@ def script(run: Run, tmp_path: pathlib.Path) -> Callable[..., str]:
 def test_a_cancel_that_crosses_the_answer_to_an_allocation(script):
     """The worker gave up waiting for memory on a device that this call had not met yet: its DONE is due all the same."""
     script("""
+        import threading
         from comfy_zerocopy import ladder
-        allocate = ladder.allocate
+        allocate, known = ladder.allocate, threading.Event()
         with worker(timeout=None) as w:
             assert from_worker(w) is True
             def slow(*arguments):
+                assert known.wait(20)
                 future.cancel()
                 time.sleep(0.5)
                 return allocate(*arguments)
             ladder.allocate = slow
             future = w.submit("filled", 5000, 7)
+            known.set()
             try:
                 future.result(20)
             except zcx.Cancelled:

@@ -406,19 +406,18 @@ class Calls:
 
 def facts(arguments: argparse.Namespace, stage_gpu: str, what: str) -> dict[str, Any]:
     """The head of a record: where, when, of which sources, and the command that makes it again."""
-    spec = importlib.util.spec_from_file_location("gpu_record", ROOT / "tests" / "gpu" / "record.py")
-    assert spec is not None and spec.loader is not None
-    record = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(record)
+    sys.path.insert(0, str(HERE.parent))
+    import records
+
     found: dict[str, Any] = {
         "record": what, "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version(), "gpu": stage_gpu,
-        "source_sha256": record.source_sha256(ROOT),
+        "source_sha256": records.source_sha256(),
         "command": shlex.join(["python", os.path.relpath(os.path.abspath(sys.argv[0]), ROOT), *sys.argv[1:]]),
     }
     if stage_gpu == "card":
         torch = sys.modules.get("torch")
-        found.update(torch=getattr(torch, "__version__", None), driver=record.driver_version())
+        found.update(torch=getattr(torch, "__version__", None), driver=records.gpu_record().driver_version())
         asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
         found["card"] = (asked.stdout.splitlines() or [None])[0]
     return found

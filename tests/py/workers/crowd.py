@@ -2,12 +2,11 @@
 waits for, unless a function says so."""
 import ctypes
 import os
-import sys
 import time
 
-sys.modules["torch"] = sys.modules["numpy"] = None  # as in an environment without them
+from on_simcuda import driver
 
-from comfy_zerocopy.worker import empty, expose, handle  # noqa: E402
+from comfy_zerocopy.worker import empty, expose, handle
 
 _kept = []
 
@@ -20,25 +19,6 @@ class Thing:
 
     def __del__(self):
         Thing.alive -= 1
-
-
-def driver():
-    return ctypes.CDLL(os.environ["ZCX_LIBCUDA"])
-
-
-@expose
-def count(*names):
-    return [driver().simcuda_count(n.encode()) for n in names]
-
-
-@expose
-def fail(rules):
-    driver().simcuda_fail(rules.encode())
-
-
-@expose
-def injected():
-    return driver().simcuda_injected()
 
 
 @expose

@@ -1,19 +1,13 @@
 """Functions for tests of the pool rung on the simulated driver; without libraries, as workers/device.py."""
 import ctypes
-import os
-import sys
 import time
 
-sys.modules["torch"] = sys.modules["numpy"] = None  # as in an environment without them
+from on_simcuda import driver
 
-from comfy_zerocopy.array import Array  # noqa: E402
-from comfy_zerocopy.worker import empty, expose  # noqa: E402
+from comfy_zerocopy.array import Array
+from comfy_zerocopy.worker import empty, expose
 
 _kept = []
-
-
-def driver():
-    return ctypes.CDLL(os.environ["ZCX_LIBCUDA"])
 
 
 @expose
@@ -74,22 +68,6 @@ def forget():
 @expose
 def boom(x):
     raise ValueError(len(x.tobytes()))
-
-
-@expose
-def count(*names):
-    return [driver().simcuda_count(n.encode()) for n in names]
-
-
-@expose
-def fail(rules):
-    """Driver calls of this process fail from now on as the rules say."""
-    driver().simcuda_fail(rules.encode())
-
-
-@expose
-def injected():
-    return driver().simcuda_injected()
 
 
 @expose

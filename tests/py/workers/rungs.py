@@ -1,35 +1,19 @@
 """Functions for tests of the rungs beside the pool, on the simulated driver; without libraries, as workers/device.py."""
-import ctypes
 import hashlib
 import os
-import sys
 
-sys.modules["torch"] = sys.modules["numpy"] = None  # as in an environment without them
+import on_simcuda  # noqa: F401 - for what it exposes
 
-from comfy_zerocopy import tensor  # noqa: E402
-from comfy_zerocopy.array import Array  # noqa: E402
-from comfy_zerocopy.worker import empty, expose  # noqa: E402
+from comfy_zerocopy import tensor
+from comfy_zerocopy.array import Array
+from comfy_zerocopy.worker import empty, expose
 
 _kept = []
-
-
-def driver():
-    return ctypes.CDLL(os.environ["ZCX_LIBCUDA"])
-
-
-@expose
-def count(*names):
-    return [driver().simcuda_count(n.encode()) for n in names]
 
 
 @expose
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
-
-
-@expose
-def fail(rules):
-    driver().simcuda_fail(rules.encode())
 
 
 @expose
